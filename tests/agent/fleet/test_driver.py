@@ -1,6 +1,7 @@
-"""A sweep's driver and bundles on GPUs: measurements that begin anew, GPUs that leave, keys that stay.
+"""A sweep's driver, and bundles, on GPUs: measurements that begin again, GPUs that leave, keys that stay with
+the driver.
 
-Slots run in this process. Checks are real but for the compiler; a GPU's figures are made up.
+Slots run in this process. Checks are real except for the compiler; the figures of a GPU are made up.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ Measure = Callable[[FakeSlot, dict[str, Any], Progress], Measured | Unmeasured]
 
 
 class Gpus:
-    """Two GPUs and a core. ``measure`` says what a GPU does; each starts with one stage."""
+    """Two fake GPUs and one core. A GPU reports one finished stage, then returns the result of
+    ``measure``."""
 
     def __init__(self, measure: Measure):
         self.measure = measure
@@ -53,7 +55,7 @@ class Gpus:
 
     def _act(self, slot: FakeSlot) -> Any:
         def act(task: Task, argument: dict[str, Any], progress: Progress) -> dict[str, Any]:
-            if task is objects.sharing:  # the GPUs are of two nodes
+            if task is objects.sharing:  # the GPUs are on two different nodes
                 return {"answer": act(argument["task"], argument["argument"], progress), "made": []}
             assert task is pieces.measure
             progress(STAGE, json.dumps(["numerics", {"seconds": 1.0}]))
@@ -80,7 +82,7 @@ def toy(
 
 
 def swept(toy: Path, gpus: Gpus, number: int = 1) -> tuple[str, Driver]:
-    """Sweep so many runs to their end; the sweep's name, and its driver."""
+    """Sweep ``number`` runs to their end; return the sweep's name and its driver."""
     made = sweep.create({"limits": {}})
     for place in range(number):
         run = runs.start(toy, HEADER | {"attempts": 1})
@@ -138,7 +140,8 @@ def test_a_gpu_that_fails_its_controls_once_stays(toy: Path) -> None:
 
 
 def test_a_measurement_begins_anew_when_its_gpu_is_lost(toy: Path) -> None:
-    """Its first GPU is lost after a stage; the second one gets none of the stages of the first."""
+    """The first GPU is lost after a stage. The second GPU gets none of the stages that the first one
+    finished."""
     known: list[dict[str, Any]] = []
 
     def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured:
@@ -179,7 +182,7 @@ def test_a_bundle_s_entries_are_measured_on_several_gpus(toy: Path, tmp_path: Pa
     done = bundles.measure(tmp_path / "bundle.json", packed, out, MeasureOptions(), pool, lambda name: silent)
     assert [result.run for result in done.results] == names
     assert {result.measurement["status"] for result in done.results} == {"measured"}
-    assert len(gpus.slots[1].ran) == 2  # two kernels: the third entry is the first one's
+    assert len(gpus.slots[1].ran) == 2  # two kernels: the third entry has the kernel of the first
     assert "GPU-1" in pool.left_out and not (tmp_path / "results.json.partial").exists()
     assert [name for name, _ in bundle.take(out)] == names
 
@@ -217,7 +220,7 @@ def test_ctrl_c_ends_every_run_and_says_how_to_go_on(
         command._attend(driver, threads, made.runs(), Console())
     assert not any(thread.is_alive() for thread in threads)
     first, *others = made.runs()
-    assert history.past_of(first).attempts == 1  # its answer was paid for, and is there
+    assert history.past_of(first).attempts == 1  # its answer was paid for and recorded
     assert driver.problems.keys() == {first} and driver.unfinished(made.runs()) == [first, *others]
     assert f"coda-agent resume {made.name}" in capsys.readouterr().err
     made.close()

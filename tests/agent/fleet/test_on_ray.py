@@ -1,4 +1,4 @@
-"""Slots of a real Ray cluster of several nodes on this machine, and what happens to them."""
+"""Slots on a real Ray cluster of several nodes on this machine, and the faults that they survive."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from coda_agent.verifier.gpu.worker import Lost
 
 pytestmark = pytest.mark.slow
 PATIENCE = 120.0  # seconds for a process to start on a busy machine
-SMALL = 80 << 20  # bytes, about the least that Ray takes
-HEALTH = {  # a lost node is noticed sooner than after Ray's usual 15 s
+SMALL = 80 << 20  # bytes; about the smallest object store that Ray accepts
+HEALTH = {  # Ray's default notices a lost node only after 15 s
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 4,
@@ -37,7 +37,7 @@ HEALTH = {  # a lost node is noticed sooner than after Ray's usual 15 s
 
 
 class Fleet:
-    """A cluster without work of its own on the head, and the driver's side of it."""
+    """A cluster whose head node has no slots, together with the driver's executor and pool."""
 
     def __init__(self, directory: Path) -> None:
         from ray.cluster_utils import Cluster
@@ -58,7 +58,7 @@ class Fleet:
         self.pool = Pool(self.executor, lambda kind, told: self.events.append((kind, told)))
 
     def add(self, name: str, cores: int = 1, gpus: int = 0, **environment: str) -> Any:
-        """A node of one core, whose processes know its name."""
+        """Add a node whose processes know its name; it has one core unless ``cores`` says otherwise."""
         known = {"TEST_NODE": name, "CODA_AGENT_CACHE": str(self.directory / name)} | environment
         known = {"QUACK_CACHE_DIR": str(self.directory / name / "quack")} | known
         return self.cluster.add_node(
@@ -81,7 +81,7 @@ class Fleet:
         return self.pool.run(piece, task, argument, patience=PATIENCE)
 
     def slot(self, name: str) -> Any:
-        """The slot of a node that has one core."""
+        """Return the slot of a node that has one core."""
         identifier = self.nodes[name].node_id
         return next(use.slot for use in self.pool.uses.values() if use.slot.node.endswith(identifier[:8]))
 
@@ -97,10 +97,10 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     before = os.environ.get("PYTHONPATH", "")
-    os.environ["CODA_AGENT_VERSION"] = "as tested"  # someone may edit the project meanwhile
+    os.environ["CODA_AGENT_VERSION"] = "as tested"  # ignores edits of the project during the test
     os.environ["PYTHONPATH"] = os.pathsep.join([before, str(SUPPORT)])
     os.environ["ANTHROPIC_API_KEY"] = (
-        "sk-ant-fake-of-the-cluster"  # a raylet that somebody started with a key
+        "sk-ant-fake-of-the-cluster"  # as if somebody had started the raylet with a key
     )
     made = Fleet(tmp_path_factory.mktemp("nodes"))
     try:
@@ -162,7 +162,8 @@ def test_a_hung_piece_is_killed_and_its_node_stays(fleet: Fleet) -> None:
 
 
 def test_a_removed_node_costs_the_pieces_on_it(fleet: Fleet, tmp_path: Path) -> None:
-    """Two pieces run on two nodes; one node goes; both end on the other, and a new node joins."""
+    """Two pieces run on two nodes. One node leaves, and both pieces end on the other node. Then a new node
+    joins."""
     go, before = tmp_path / "go", len(fleet.events)
     answers: list[dict[str, Any]] = []
     heard: list[str] = []
@@ -189,7 +190,7 @@ def test_a_removed_node_costs_the_pieces_on_it(fleet: Fleet, tmp_path: Path) -> 
 
 def test_an_answer_that_is_lost_with_its_node_is_computed_again(fleet: Fleet) -> None:
     slot = fleet.slot("c")
-    stream = slot.begin(fleet_tasks.large, 5 << 20, PATIENCE)  # too large to travel with its message
+    stream = slot.begin(fleet_tasks.large, 5 << 20, PATIENCE)  # too large to travel inside a message
     time.sleep(10)
     fleet.lose("c")
     with pytest.raises(SlotLost):
@@ -244,7 +245,8 @@ def test_a_clock_that_is_an_hour_ahead_changes_no_record(fleet: Fleet) -> None:
 
 
 def test_a_lost_head_is_said_within_seconds(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last test of this cluster."""
+    """This test kills the head of the module's cluster, so it has to be the last test that uses the
+    cluster."""
     monkeypatch.setattr(on_ray, "GONE", 5.0)
     fleet.cluster.head_node.kill_gcs_server(check_alive=False)
     assert eventually(lambda: bool(fleet.pool._closed), PATIENCE)
@@ -252,7 +254,7 @@ def test_a_lost_head_is_said_within_seconds(fleet: Fleet, monkeypatch: pytest.Mo
 
 
 def test_auto_ignores_the_address_of_a_dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray records the address and would try it for minutes."""
+    """Ray records the address of its last cluster, and would try this address for minutes."""
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

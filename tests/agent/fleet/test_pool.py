@@ -1,4 +1,4 @@
-"""Leases: one piece a slot, pieces that begin again, slots that leave."""
+"""Leases of slots: one piece at a time on a slot, pieces that begin again, slots that leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One budget of many runs: 30 requests at once, refunds, and the end of the budget."""
+"""One budget for many runs: 30 requests at once, refunds, and the end of the budget."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def settle(ledger: BudgetLedger, usage: Usage) -> None:
 
 
 def test_thirty_requests_under_way_fit_the_budget_together(tmp_path: Path) -> None:
-    """Each reserves 11,000 tokens and uses 3,000: the budget of 100,000 has room for 9 at once, and in the
-    end for all that fit when they are settled."""
+    """Each request reserves 11,000 tokens and uses 3,000, so the budget of 100,000 has room for 9 requests at
+    once. Settled requests make room, so that all 30 requests fit in the end."""
     purse, limits = Purse(), RunLimits(tokens=100_000)
     ledgers = [ledger(tmp_path, n, purse, limits) for n in range(30)]
     most, refused, paid = 0, [], []

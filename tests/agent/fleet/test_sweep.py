@@ -1,4 +1,4 @@
-"""A sweep in real processes on this machine: authored by a fake API, checked and compiled for real."""
+"""A sweep in real processes on this machine: a fake API authors the kernels; checks and compiler are real."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def toy(runs_home: Path, tmp_path: Path) -> Path:
 
 
 def sweeping(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command in a process that has a key."""
+    """Run the command in a process that has a key; return the finished process."""
     line = [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)]
     return subprocess.run(line, env=with_key(), capture_output=True, text=True, timeout=280)
 

@@ -1,5 +1,5 @@
-"""A sweep on a real Ray cluster: a second driver is refused, the first is killed, then the cluster's head;
-everyone is refused by the provider; fifteen requests reach the budget. Nothing is paid twice."""
+"""Sweeps on a real Ray cluster. A second driver is refused; the first driver and then the cluster's head are
+killed. A provider refuses every request. Fifteen requests reach the budget. No request is paid for twice."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def cluster(cores: int) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Any]:
-    """One cluster for the sweeps that lose no node."""
+    """One cluster for all sweeps that lose no node."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CODA_AGENT_VERSION", "as tested")  # someone may edit the project meanwhile
+        patch.setenv("CODA_AGENT_VERSION", "as tested")  # ignores edits of the project during the test
         with cluster(1) as made:
             yield made
 
 
 @contextmanager
 def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own, which alone has the key."""
+    """Start the command in a process that alone has the key; kill the process at the end."""
     line = [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "ANTHROPIC_API_KEY": KEY}
     with subprocess.Popen(
@@ -71,7 +71,7 @@ def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # someone may edit the project meanwhile
+    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # ignores edits of the project during the test
     toy, said = write_toy(tmp_path), ""
     logs = []
     with FakeMessages(*[answer(fenced(TOY_KERNEL))] * 9) as api:
@@ -88,12 +88,12 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
             with driving("resume", name, "--no-gpu", "--ray", first.address) as driver:
                 assert eventually(lambda: _joined(name) > before, PATIENCE)
                 first.head_node.kill_gcs_server(check_alive=False)
-                for node in first.worker_nodes:  # else it may end the pieces before anyone misses the head
+                for node in first.worker_nodes:  # otherwise pieces may end before the lost head is noticed
                     node.kill_all_processes(check_alive=False, allow_graceful=False)
                 out, errors = driver.communicate(timeout=PATIENCE)
             said += out + errors
             assert driver.returncode == 3 and "--ray ADDRESS" in errors and name in errors
-        second = request.getfixturevalue("lasting")  # begins now, after the first
+        second = request.getfixturevalue("lasting")  # starts now, after the end of the first cluster
         logs.append(Path(second.head_node.get_session_dir_path()))
         with driving("resume", name, "--no-gpu", "--ray", second.address) as driver:
             out, errors = driver.communicate(timeout=PATIENCE)
@@ -126,8 +126,8 @@ def test_a_provider_that_refuses_everyone_costs_nothing(
 def test_a_budget_that_fifteen_requests_under_way_reach(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: Any
 ) -> None:
-    """The budget has room for 15 requests at once. They use less than they reserve, so that two more and
-    then one more begin. A larger budget ends every run."""
+    """The budget has room for 15 requests at once. They use less than they reserve, which makes room for two
+    more requests, and then for another. A larger budget lets every run end."""
     monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")
     runs_at_once, more, most = 15, 3, 1024
     together = threading.Barrier(runs_at_once, timeout=PATIENCE)

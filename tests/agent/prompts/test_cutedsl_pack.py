@@ -1,4 +1,5 @@
-"""The CuTeDSL pack: it fits, names what the installed packages have, and its examples compile for sm_90a."""
+"""The CuTeDSL pack is small enough, names only what the installed packages have, and has examples that
+compile for sm_90a."""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ TOY = trace(
     "return {'a': h / d, 'b': 1 / d, 's': column_sums(h)}",
 )
 SUFFIX = f"_{lower(TOY).hash[:12]}"
-GIVEN = lower(TOY).text.replace(SUFFIX, "")  # as an author of an edit sees it
+GIVEN = lower(TOY).text.replace(SUFFIX, "")  # the text that the author of an edit sees
 WHOLE, *SNIPPETS = FENCED.findall(TEXT)
 QUOTIENTS, COLUMNS = [(SNIPPETS[0], SNIPPETS[1])], [(SNIPPETS[2], SNIPPETS[3]), (SNIPPETS[4], SNIPPETS[5])]
 
-# One process for all that needs the DSL: its imports take seconds.
+# One process does everything that needs the DSL, because its imports take seconds.
 CHILD = """
 import importlib, json, pathlib, sys
 from dataclasses import replace
@@ -89,8 +90,8 @@ INVENTED = ["cute.arch.no_such_thing", "primitives.device.no_such_module"]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Names that are ``missing``, and the SASS of the ``step`` and the ``finish`` that examples edit, and
-    of the toy's ``early`` finishing kernel."""
+    """Return the names that are ``missing``, and SASS. The SASS is that of the ``step`` and the ``finish`` as
+    the examples edit them, and of the toy's ``early`` finishing kernel."""
     scratch = tmp_path_factory.mktemp("pack")
     environment = os.environ | {
         "CODA_AGENT_CACHE": str(scratch),
@@ -137,7 +138,7 @@ def test_it_is_packaged() -> None:
     assert any(PACK in (ROOT / "agent" / "prompts").glob(pattern) for pattern in patterns)
 
 
-# what it names exists
+# the names in the pack exist
 
 
 def test_every_dotted_name_exists(compiled: dict[str, Any]) -> None:
@@ -184,7 +185,7 @@ def test_the_second_example_compiles_to_what_it_claims(compiled: dict[str, Any])
     assert order[0] == "ACQBULK" and order.count("LDG") == 4 and order[-1] == "BAR"
 
 
-# nothing of an accepted kernel
+# the pack contains nothing of an accepted kernel
 
 
 def test_it_names_no_spec() -> None:
@@ -199,7 +200,8 @@ def test_no_line_of_an_accepted_kernel_is_in_it() -> None:
 
 
 def test_no_arithmetic_of_an_accepted_kernel_is_in_it() -> None:
-    """Three operations in a row that are one or two kernels' own: each alone is lowering's way to say it."""
+    """Three operations in a row belong to a kernel if at most two kernels contain them. Single operations do
+    not count, because lowering writes them into every kernel."""
     kernels = [arithmetic(read(path)) for path in LOWERED]
     seen = Counter(three for kernel in kernels for three in kernel)
     own = {three for three, count in seen.items() if count <= 2}
@@ -208,7 +210,7 @@ def test_no_arithmetic_of_an_accepted_kernel_is_in_it() -> None:
 
 
 LOWERED = sorted(KERNELS.glob("*.cutedsl.py"))
-EDITED = sorted(KERNELS.glob("*.raw.py"))  # these have lines of the pack: it taught them
+EDITED = sorted(KERNELS.glob("*.raw.py"))  # excluded: their authors used lines of the pack
 AUTHORED = sorted(set(KERNELS.glob("*.py")) - {*LOWERED, *EDITED})
 
 
@@ -217,14 +219,14 @@ def read(path: Path) -> list[str]:
 
 
 def arithmetic(lines: list[str]) -> set[tuple[str, ...]]:
-    """Each three operations in a row, without the numbers of nodes."""
+    """Return all sequences of three operations, without the numbers of nodes."""
     plain = [re.sub(r"\b([a-z])\d+(_\d)?\b", r"\1", line.strip()) for line in lines]
     operations = [line for line in plain if line.startswith("n = ")]
     return set(zip(operations, operations[1:], operations[2:], strict=False))
 
 
 def telling(line: str) -> bool:
-    """Whether it computes something, and at some length."""
+    """Return whether a line computes something and has more than 12 characters."""
     try:
         tree = ast.parse(line)
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""The prompt pack: all of the vocabulary, and nothing that derives from the spec it is for."""
+"""The prompt pack contains the whole vocabulary, and nothing that derives from the spec of the prompt."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def tip(number: int, spec: str) -> Tip:
 
 
 def statements(source: str) -> set[str]:
-    """The lines that say how it is done: with a call or an operator, and long enough to be telling. A product
-    of two inputs alone is not: every spec says its own."""
+    """Return the lines that show how a kernel works: they contain a call or an operator and are long enough.
+    A bare product of two inputs is left out, because every spec contains its own product."""
     lines = source.splitlines()
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -46,11 +46,11 @@ def statements(source: str) -> set[str]:
     return {line for line in found if len(line.replace(" ", "")) > 12 and not PRODUCT.fullmatch(line)}
 
 
-# nothing of its own spec
+# a prompt contains nothing of its own spec's kernels
 
 
 def own_sources(name: str) -> list[str]:
-    """Every kernel of this spec that the project has: accepted, recorded, or known to these tests."""
+    """Return every kernel of this spec in the project: accepted, recorded, or written for these tests."""
     recording = RECORDINGS / f"{name}.jsonl"
     events = read_export(recording)[1] if recording.exists() else []
     return [
@@ -70,12 +70,12 @@ def test_no_line_of_an_answer_is_in_the_prompt(name: str) -> None:
     spec = (SPECS / f"{name}.yaml").read_text(encoding="utf-8").strip()
     whole = str(prompt_of(name))
     assert whole.count(spec) == 1
-    rest = whole.replace(spec, "")  # the reference may well say what a kernel says
+    rest = whole.replace(spec, "")  # the reference may contain lines of a kernel
     sources = own_sources(name)
     assert sources
     for source in sources:
         telling = statements(source)
-        assert telling  # else this compares nothing
+        assert telling  # otherwise the next line compares nothing
         assert not [line for line in telling if line in rest]
 
 
@@ -93,7 +93,7 @@ def test_no_line_of_a_recorded_answer_was_in_the_prompt_it_answered(name: str) -
 
 
 def test_an_answer_in_the_prompt_would_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The comparison above does see an example of the spec itself."""
+    """The comparison above detects an example that belongs to the spec itself."""
     (tmp_path / "leak.yaml").write_text("inputs:\n  x: {shape: [M, K]}\ncases: []\n")
     (tmp_path / "leak.py").write_text(HONEST["gemm_swiglu_bwd"])
     monkeypatch.setattr(prompt, "EXAMPLES", tmp_path)
@@ -182,10 +182,10 @@ def test_tips_that_helped_least_leave_where_the_budget_ends(length: int) -> None
     known = [helpful, *many_tips(length)]
     prompts = [prompt_of(name, known) for name in SHIPPED]
     systems = {prompt.system for prompt in prompts}
-    assert len(systems) == 1  # the same are dropped for all
+    assert len(systems) == 1  # all prompts drop the same tips
     (system,) = systems
     shown = lessons(system)
-    assert shown == [0, *range(2001 - len(shown) + 1, 2001)]  # of unmeasured ones the oldest went
+    assert shown == [0, *range(2001 - len(shown) + 1, 2001)]  # of the unmeasured tips, the oldest are dropped
     sizes = [tokens(str(prompt)) for prompt in prompts]
     assert BUDGET - 3_000 < max(sizes) <= BUDGET
 
@@ -206,7 +206,7 @@ def test_a_long_spec_has_fewer_tips_and_stays_within_the_budget(tmp_path: Path) 
     assert set(lessons(long.system)) < set(lessons(short.system)) and lessons(long.system)
 
 
-# all of the vocabulary
+# the prompt contains the whole vocabulary
 
 
 @pytest.mark.parametrize("name", [n for n in primitives.__all__ if n != "kernel"])

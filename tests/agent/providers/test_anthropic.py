@@ -1,4 +1,4 @@
-"""The anthropic provider: what is sent, what comes back, and that a key is in nothing of it."""
+"""The anthropic provider: its requests, its answers, and that the key appears in no result."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_blank_text_before_a_call_is_not_kept() -> None:
 
 
 def test_blank_text_that_was_kept_is_not_sent() -> None:
-    """By a version that kept it: its journals can be resumed."""
+    """An older version kept blank text, and its journals can still be resumed."""
     call = {"type": "tool_use", "id": "toolu_1", "name": "check", "input": {"source": "a = 1"}}
     old = Message("assistant", " \n", ({"type": "text", "text": " \n"}, call))
     with FakeMessages(fake.answer("done")) as server:
@@ -126,7 +126,7 @@ def test_a_cache_that_is_none_is_said_once() -> None:
         with FakeMessages(*[fake.answer("a", usage=usage)] * 3) as server:
             provider = claude(server)
             provider.next_turn(Question("SYSTEM", ASK, say=said.append))
-            assert "nothing was cached" not in "".join(said)  # the first fills it
+            assert "nothing was cached" not in "".join(said)  # the first request fills the cache
             for _ in range(2):
                 provider.next_turn(Question("SYSTEM", TALK, say=said.append))
         assert "".join(said).count("nothing was cached") == times
@@ -159,14 +159,14 @@ def test_the_key_is_in_no_error() -> None:
 
 
 def test_the_key_is_in_no_turn(tmp_path: Path) -> None:
-    """A turn is journalled, and what is streamed may be logged."""
+    """The journal records a turn, and whatever is streamed may be logged."""
     use = fake.uses(("check", {"source": [f"key = '{KEY}'"], KEY: 1}), text=f"it is {KEY}!", thinking=KEY)
     result, _, streamed = ask(use)
     assert isinstance(result, Turn)
     assert KEY not in repr(result) + streamed
     assert result.text == streamed == "it is [key]! "
     assert result.calls[0].input == {"source": ["key = '[key]'"], "[key]": 1}
-    # thinking is signed as it was: the API would refuse another text
+    # the key is in the thinking, whose signature forbids any change, so this block is dropped
     assert [block["type"] for block in result.blocks] == ["text", "tool_use"]
     with Journal.create(tmp_path / "run.db", {"spec": "s"}) as journal:
         journal.once("answer/1", "answer", result.to_json)

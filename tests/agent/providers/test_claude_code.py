@@ -1,7 +1,8 @@
-"""The `claude` command as an author: a stand-in on the PATH is run as the real one would be.
+"""The `claude` command as an author. A stand-in on the PATH replaces the command and is run in the same way.
 
-What it prints (`claude_says.py`) are copies of what Claude Code 2.1.330 printed on 2026-11-22, but where it
-dies, fails while it executes, or prints what is no account.
+The stand-in prints copies of what Claude Code 2.1.330 printed on 2026-11-22 (`claude_says.py`). The account
+is the last of these lines; it states the result and the cost. Not copied are the cases in which the command
+dies, fails while it executes, or prints no account.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from coda_agent.agent.run.tools import TOOLS, submission
 
 pytestmark = pytest.mark.slow
 
-# It keeps what it was started with, and does as the first of its plans says, which it then crosses out
-# unless it is the last.
+# The stand-in records what it was started with, and carries out its first plan. It removes this plan from its
+# list unless the plan is the last.
 STAND_IN = f"""#!{sys.executable}
 import json, os, subprocess, sys, time
 here = os.path.dirname(os.path.abspath(__file__))
@@ -86,7 +87,8 @@ ONCE = Patience(total=0.0)
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Puts the stand-in on the PATH and tells it what to do; its folder."""
+    """Put the stand-in on the PATH. Return a function that sets the stand-in's plans and returns its
+    folder."""
     here = tmp_path / "bin"
     here.mkdir()
     (here / "claude").write_text(STAND_IN)
@@ -102,7 +104,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def _planned(result: dict[str, Any]) -> dict[str, Any]:
-    """What a stand-in does to come to an account: it has it alone, or after an answer."""
+    """Return a plan that prints the account ``result``, after an answer unless the account is an error."""
     if "subtype" not in result:
         return result
     return printed(*([] if result["is_error"] else response(result["result"])), result)
@@ -122,7 +124,7 @@ def test_an_answer_with_its_model_and_tokens(plan: Plan) -> None:
 
 
 def test_an_answer_is_all_its_blocks(plan: Plan) -> None:
-    """The command's account has the last one alone, where thinking came between them."""
+    """If thinking came between the blocks, the command's account contains only the last block."""
     plan(printed(*response("first \u2028", "second"), RESULT | {"result": "second"}))
     assert make("claude-code").next_turn(Question("S", TASK)).text == "first \u2028second"
     empty = goes_on("[Your previous response had no visible output. Please continue.]")
@@ -151,7 +153,7 @@ def test_it_gets_the_conversation_and_nothing_else(plan: Plan, monkeypatch: pyte
     assert (
         found["env"]["CLAUDE_CODE_DISABLE_ATTACHMENTS"] == "1" and not Path(found["env"]["TMPDIR"]).exists()
     )
-    assert found["env"]["CLAUDE_CODE_MAX_RETRIES"] == "0"  # patience is ours
+    assert found["env"]["CLAUDE_CODE_MAX_RETRIES"] == "0"  # the provider retries, so the command does not
     make("claude-code").next_turn(Question("S", TASK))
     assert kept(here)["prompt"] == "write a kernel" and "--model" not in kept(here)["argv"]
 
@@ -208,19 +210,20 @@ def test_no_answer_says_why(plan: Plan, answer: dict[str, Any], words: str, retr
 
 
 def quick(waits: list[float]) -> Patience:
-    """The usual one, but for the waiting."""
+    """Return the usual patience, which appends its waiting times to ``waits`` instead of waiting."""
     return Patience(sleep=waits.append)
 
 
 def test_an_outage_is_outlived(plan: Plan, ledger: BudgetLedger) -> None:
-    """Of a line that breaks, an API that is overloaded, a limit that is reached, and a command that dies."""
+    """The provider outlives a broken connection, an overloaded API, a reached limit and a command that
+    dies."""
     here, waits, heard = plan(RESET, OVERLOADED, LIMIT, {}, RESULT), list[float](), list[str]()
     question = Question("S", TASK, meter=ledger, say=heard.append)
     turn = make("claude-code", patience=quick(waits)).next_turn(question)
     assert turn.text == "Here it is. " and len(waits) == 4 and json.loads((here / "plan.json").read_text())
-    assert 0.75 <= waits[0] <= 1 and waits == sorted(waits)  # twice as long each time
+    assert 0.75 <= waits[0] <= 1 and waits == sorted(waits)  # each wait is about twice as long as the last
     assert "claude ended with status 1: API Error: Connection to the API was lost" in "".join(heard)
-    told = ledger.spent()  # nobody knows what two cost; two were refused, and the turn is kept by the loop
+    told = ledger.spent()  # two have an unknown cost, two were refused, and the loop settles the last
     assert told.uncertain_tokens == (2 + 1) * (tokens("S") + tokens(TASK[0].text) + 32_000)
     assert told.tokens == told.uncertain_tokens and told.dollars == 0
 
@@ -244,7 +247,7 @@ def test_requests_that_cost_nothing_are_made_for_as_long_as_patience_lasts(
     assert make("claude-code", patience=quick([])).next_turn(Question("S", TASK)).text == "Here it is. "
 
 
-# tools, which it uses in its text
+# tools, which this author uses in its text
 
 
 def used(plan: Plan, text: str) -> tuple[ToolCall, ...]:
@@ -281,7 +284,8 @@ def test_blocks_use_tools(plan: Plan) -> None:
 
 
 def test_a_run_with_tools(plan: Plan, tmp_path: Path, runs_home: Path, no_compiler: None) -> None:
-    """Through the loop: each use is a turn, kept and paid by itself, and what it gave is said."""
+    """Run the loop with this provider. Each use of tools is a turn, which is recorded and charged separately.
+    The next prompt contains the results of the tools."""
     looks = f"```check\n{BROKEN}```\n```read\nper_row\n```\n"
     here = plan(RESULT | {"result": looks}, RESULT | {"result": fenced(TOY_KERNEL)})
     run, notes = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"}), Notes()
@@ -296,7 +300,7 @@ def test_a_run_with_tools(plan: Plan, tmp_path: Path, runs_home: Path, no_compil
     assert looks in asked and "gemm() missing" in asked and "per_row" in asked.rpartition(looks)[2]
 
 
-# what it costs
+# costs
 
 
 @pytest.fixture
@@ -350,7 +354,7 @@ def test_what_a_failure_tells_settles_its_request(plan: Plan, ledger: BudgetLedg
     assert fails(stderr="error: unknown option '--tools'", status=1).tokens == 0
     for account in (OVERLOADED, LIMIT, REFUSED, failed("Not logged in · Please run /login")):
         assert fails(**printed(account)) == Spent(0, 0.006210)
-    half = response("half an ", stop=None)  # nobody knows how much more was written
+    half = response("half an ", stop=None)  # the length of the rest is unknown
     for broken in (failed("API Error: told in the stream", 529), RESET | {"usage": RESULT["usage"]}):
         assert fails(**printed(*half, broken)).tokens > 32_000
     assert fails(stderr="boom", status=134).tokens > 32_000
@@ -364,7 +368,7 @@ def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: BudgetLedger) -> 
     make("claude-code").next_turn(Question("S", TASK, meter=ledger))
     left = 5000 - tokens("S") - tokens(TASK[0].text)
     assert kept(here)["env"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(left)
-    with pytest.raises(OutOfBudget, match="5,000 of 5,000 tokens"):  # nobody has settled it
+    with pytest.raises(OutOfBudget, match="5,000 of 5,000 tokens"):  # the first is not settled
         make("claude-code").next_turn(Question("S", TASK, meter=ledger))
     ledger.limits = RunLimits(tokens=10_000)
     plan(printed(*CUT_FOUR_TIMES))
@@ -397,7 +401,8 @@ def _runs(process: int) -> bool:
     return state != "Z"
 
 
-# Beside its answer it starts a process of its own session, which goes on writing into its TMPDIR.
+# Beside its answer, this stand-in starts a process in another session, which keeps writing into the TMPDIR of
+# the stand-in.
 LITTERING = f"""#!{sys.executable}
 import os, subprocess, sys
 here = os.path.dirname(os.path.abspath(__file__))
@@ -428,7 +433,7 @@ def test_an_answer_is_not_lost_to_what_the_command_leaves_behind(
 def test_a_disk_that_fills_up_meanwhile_loses_no_answer(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that has the scratch folder; a real one, where it can be had."""
+    """If this user may mount a small disk, the command fills this disk, which holds its scratch folder."""
     with mounted(tmp_path / "disk", 1 << 20) as disk:
         monkeypatch.setattr(tempfile, "tempdir", str(disk))
         plan(_planned(RESULT) | {"fills": os.path.ismount(disk)})
@@ -438,7 +443,8 @@ def test_a_disk_that_fills_up_meanwhile_loses_no_answer(
 def test_a_command_that_cannot_be_started_is_tried_again_and_costs_nothing(
     plan: Plan, ledger: BudgetLedger
 ) -> None:
-    """As when it is being updated, or the disk of the scratch folder is full."""
+    """A start fails, for example, while the command is being updated or the disk of the scratch folder is
+    full."""
     here = plan(RESULT)
 
     def back(seconds: float) -> None:
@@ -450,7 +456,7 @@ def test_a_command_that_cannot_be_started_is_tried_again_and_costs_nothing(
     question = Question("S", TASK, meter=ledger, say=heard.append)
     assert author.next_turn(question).text == "Here it is. "
     assert "claude could not be started: " in "".join(heard) and "No such file" in "".join(heard)
-    assert ledger.spent().tokens == tokens("S") + tokens(TASK[0].text) + 32_000  # of the second alone
+    assert ledger.spent().tokens == tokens("S") + tokens(TASK[0].text) + 32_000  # only for the second request
 
 
 def test_a_command_on_a_relative_path(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The `claude` command ends with the process that asks it, be that killed: real processes, real kills."""
+"""The `claude` command ends with the process that started it, even if that process is killed. Processes and
+kills are real."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from coda_agent.primitives.system import subprocesses
 
 pytestmark = pytest.mark.slow
 
-# It notes who it is, and would go on for ten minutes.
+# This stand-in for `claude` writes its process ID into a file and sleeps for ten minutes.
 ENDLESS = f"""#!{sys.executable}
 import os, sys, time
 note = os.path.dirname(os.path.abspath(__file__)) + "/note"
@@ -36,7 +37,7 @@ make("claude-code").next_turn(Question("S", [Message("user", "write a kernel")])
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the PATH, with a `claude`."""
+    """Return a folder on the PATH that holds a stand-in for `claude`."""
     (tmp_path / "claude").write_text(ENDLESS)
     (tmp_path / "claude").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -72,7 +73,8 @@ def test_one_that_is_no_program_was_not_asked(here: Path) -> None:
 
 
 def test_a_program_is_as_if_it_were_started_at_once(tmp_path: Path) -> None:
-    """Its arguments, files, working directory and signals; and its own status."""
+    """A program gets the same arguments, files, working directory and signals as from ``Popen``, and its own
+    exit status is returned."""
     command = ["/bin/sh", "-c", 'cat; pwd; echo "$1"; grep SigIgn /proc/self/status; exit 7', "sh", "a b"]
     found = [
         subprocesses.attend(partial(begin, command, cwd=tmp_path), "given\n", 60)

@@ -1,4 +1,4 @@
-"""The handoff provider: files that are written slowly, late, in pieces, or never."""
+"""The handoff provider: answer files that are written slowly, late, in pieces, or never."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_handoff_waits_for_a_slow_writer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "rest"),
     [
-        ("Two steps.\n\n```python\na = 1\n", "b = 2\n```\n"),  # within its code
-        ("I think that\n", "this is it:\n\n```python\na = 1\n```\n"),  # before any
-        ("```python\na = 1\n```\n", "No:\n\n```python\na = 2\n```\n"),  # between two blocks
+        ("Two steps.\n\n```python\na = 1\n", "b = 2\n```\n"),  # a pause within a block of code
+        ("I think that\n", "this is it:\n\n```python\na = 1\n```\n"),  # a pause before any block of code
+        ("```python\na = 1\n```\n", "No:\n\n```python\na = 2\n```\n"),  # a pause between two blocks of code
     ],
 )
 def test_handoff_waits_for_a_writer_that_pauses(tmp_path: Path, first: str, rest: str) -> None:
-    """For far longer than a whole answer has to wait: its END is seen at once."""
+    """The provider takes an answer as soon as its END line is written, so a pause before END may be long."""
     answer = tmp_path / "answer-1.md"
 
     def author() -> None:
@@ -89,7 +89,7 @@ def test_handoff_waits_for_a_writer_that_pauses(tmp_path: Path, first: str, rest
 
 
 def test_handoff_an_answer_without_its_end_has_to_stand_still_for_long(tmp_path: Path) -> None:
-    """The defaults, by which a pause of seconds is none."""
+    """With the default options, a pause of a few seconds does not end an answer."""
     (tmp_path / "answer-1.md").write_text("```python\na = 1\n```\n")
     with pytest.raises(
         ProviderError, match=r"answer-1.md looks incomplete \(it was still changing\) .*end it"
@@ -137,7 +137,7 @@ def test_handoff_waits_for_more_than_an_end(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["I say <!-- end -->", "a = 1<!-- end -->\n", "<!-- end --> and more"])
 def test_handoff_s_end_is_a_line_of_its_own(tmp_path: Path, text: str) -> None:
-    """Else it is text, which has to stand still."""
+    """Elsewhere in a line, END is text, and the answer has to stand still before it is taken."""
     (tmp_path / "answer-1.md").write_text(text)
     with pytest.raises(ProviderError, match="looks incomplete"):
         hand(tmp_path, time_limit=0.1, settle=60.0).next_turn(Question("S", ASK))
@@ -214,11 +214,11 @@ def test_handoff_names_what_it_cannot_use(tmp_path: Path) -> None:
         hand(tmp_path / "answer-1.md").next_turn(Question("S", ASK))
 
 
-# what a directory that others write to may hold
+# hostile files in a directory that others can write to
 
 
 def refused(directory: Path) -> str:
-    """Why an answer is not taken, at once and without reading what it leads to."""
+    """Return the reason why the answer file is refused: at once, and without reading a link's target."""
     with pytest.raises(ProviderError) as error:
         hand(directory, time_limit=5).next_turn(Question("S", ASK))
     assert not error.value.retryable and "answer-1.md" in error.value.message
@@ -227,7 +227,7 @@ def refused(directory: Path) -> str:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_is_no_answer(tmp_path: Path, there: bool) -> None:
-    """Its target's text would go into the next prompt."""
+    """The text of the link's target would go into the next prompt."""
     secret = tmp_path / "secret"
     if there:
         secret.write_text("a key\n<!-- end -->\n")
@@ -240,7 +240,7 @@ def test_a_link_that_takes_an_answers_place_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "answer-1.md").symlink_to("/etc/hostname")
-    monkeypatch.setattr(Path, "is_symlink", lambda path: False)  # as it was a moment ago
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)  # as if a link came after this check
     with pytest.raises(OSError) as error:
         handoff._read(tmp_path / "answer-1.md", 100)
     assert error.value.errno == errno.ELOOP
@@ -260,12 +260,12 @@ def test_an_answer_has_a_largest_size(tmp_path: Path) -> None:
     answer.write_text(whole)
     assert len(hand(tmp_path).next_turn(Question("S", ASK)).text) == whole.index("\n") + 1
     with answer.open("r+b") as file:
-        file.truncate(1 << 40)  # sparse: nobody has the memory to read it
+        file.truncate(1 << 40)  # a sparse file, too large for memory
     assert refused(tmp_path).endswith("bytes")
 
 
 def test_a_prompt_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """Nor is its draft: both names are known to whoever answers."""
+    """The draft of a prompt is not written through a link either. Whoever answers knows both names."""
     mine = tmp_path / "mine"
     mine.write_text("precious")
     for name in ("prompt-1.md", f".prompt-1.md.{os.getpid()}.tmp"):

@@ -1,4 +1,4 @@
-"""A provider is added by one file: whatever the command says of providers then includes it."""
+"""One file adds a provider: all messages of the command about providers then include it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ main()
 
 
 def said(folder: Path, *words: str) -> tuple[int, str]:
-    """The exit status and output of a command that has the provider."""
+    """Run a command that has the additional provider; return its exit status and output."""
     (folder / "oracle.py").write_text(PROVIDER)
     environment = {k: v for k, v in os.environ.items() if k != "ANTHROPIC_API_KEY"}
     environment |= {"COLUMNS": "300", "CODA_AGENT_RUNS": str(folder / "runs")}

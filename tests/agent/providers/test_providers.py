@@ -1,4 +1,4 @@
-"""What providers share: their types, their registry, and runs played back."""
+"""What all providers share: their types, their registry, and the replay of runs."""
 
 from __future__ import annotations
 

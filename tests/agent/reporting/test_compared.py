@@ -1,4 +1,4 @@
-"""Runs side by side: strategy, cost and outcome, in figures and one page."""
+"""Runs side by side: their strategies, costs and outcomes, as data and as one page."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def too_slow(toy: Path) -> Rejected:
 
 
 def repaired_and_improved(toy: Path, **header: Any) -> str:
-    """A run whose repair is accepted, and then made faster on one case."""
+    """Return the name of a run whose repair is accepted, and then made faster on both cases."""
     run = runs.start(toy, HEADER | header)
     program = program_of(run.spec, TOY_KERNEL)
     found = measured(run.spec, program, 1.5)
@@ -85,7 +85,7 @@ def repaired_and_improved(toy: Path, **header: Any) -> str:
 
 
 def group(toy: Path) -> list[str]:
-    """Three candidates: one repaired and improved, one too slow, one checked."""
+    """Return the names of three candidates: one repaired and improved, one too slow, one checked."""
     first = repaired_and_improved(toy, **candidate(1))
     second = make_run(toy, found=too_slow(toy), **candidate(2, first))
     return [first, second, make_run(toy, **candidate(3, first))]
@@ -93,7 +93,7 @@ def group(toy: Path) -> list[str]:
 
 def test_candidates_are_set_side_by_side_by_the_name_of_any(toy: Path, tmp_path: Path) -> None:
     names = group(toy)
-    alone = accepted_run(toy)  # of the same spec, and of no group
+    alone = accepted_run(toy)  # a run of the same spec, outside the group
     done = CliRunner().invoke(app, ["report", names[1]])
     assert done.exit_code == 0, done.output
     home = runs.runs_dir()
@@ -156,7 +156,7 @@ def test_a_change_that_was_not_kept_says_by_how_much(toy: Path) -> None:
     (told,) = compared.as_dict([name])["runs"]
     assert told["rounds"][1]["status"] == "rejected"
     assert told["rounds"][1]["gain"]["large"]["high"] == pytest.approx(0.988, abs=1e-3)
-    assert told["cases"]["large"]["speedup"]["estimate"] == pytest.approx(1.3)  # of the kernel that is kept
+    assert told["cases"]["large"]["speedup"]["estimate"] == pytest.approx(1.3)  # of the kept kernel
 
 
 def test_a_comparison_does_not_overwrite_a_runs_page(toy: Path, tmp_path: Path) -> None:

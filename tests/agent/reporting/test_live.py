@@ -1,4 +1,4 @@
-"""Live progress of a run, at a terminal and through a pipe."""
+"""Live progress of a run, in a terminal and through a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_live_view_takes_white_space() -> None:
 
 
 class Overtaken(LiveView):
-    """Between any two looks at its words the loop begins its next attempt, which has said nothing yet."""
+    """A view whose words are empty from the second look on, as if the loop had begun its next attempt."""
 
     looks = 0
 

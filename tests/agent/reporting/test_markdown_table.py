@@ -1,4 +1,4 @@
-"""Markdown tables hold whatever text a cell has in that cell."""
+"""In a Markdown table, no text of a cell can end the cell or the line."""
 
 from __future__ import annotations
 

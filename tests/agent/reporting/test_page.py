@@ -1,4 +1,4 @@
-"""A run's page: one well-formed file that says what the journal says, whatever its author wrote."""
+"""The page of a run: one well-formed file that agrees with the journal, whatever the run's author wrote."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ODD = "\x00\x1b[31mred\x1b[0m \u202egnp.exe \ud800 \r é λ 𝛾 & &amp; ]]> <!-
 
 @dataclass
 class Node:
-    """An element, with what it holds in order."""
+    """An HTML element and its children in order."""
 
     tag: str
     attributes: dict[str, str | None] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Node:
 
 
 class Tree(HTMLParser):
-    """Builds the elements, and fails on one that is closed out of turn."""
+    """Build the tree of elements; fail if an element is closed out of order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Tree(HTMLParser):
         assert len(attrs) == len(dict(attrs)), "an attribute given twice"
         node = Node(tag, dict(attrs))
         self.open[-1].children.append(node)
-        if tag != "meta":  # void: it has no end
+        if tag != "meta":  # a void element is never closed
             self.open.append(node)
 
     def handle_endtag(self, tag: str) -> None:
@@ -117,7 +117,8 @@ width height href type xmlns xmlns:xlink xlink:href version d transform clip-pat
 
 
 def parsed(text: str) -> Node:
-    """The page's elements. Well-formed, and of those alone that neither run nor fetch anything."""
+    """Check that the page is well-formed, and that no element runs or fetches anything. Return the root of
+    the page."""
     tree = Tree()
     tree.feed(text)
     tree.close()
@@ -139,7 +140,7 @@ def shown(run: str, out: Path) -> Node:
 
 
 def cells(section: Node, caption: str) -> list[list[str]]:
-    """The rows of the last table called so, its headings first."""
+    """Return the rows, headings first, of the last table whose caption begins with ``caption``."""
     *_, found = (t for t in section.every("table") if t.every("caption")[0].text.startswith(caption))
     return [[c.text for c in row.walk() if c.tag in ("th", "td")] for row in found.every("tr")]
 
@@ -170,7 +171,8 @@ def judged(report: Any, source: str, program: str | None = None) -> dict[str, An
 
 
 def worked(toy: Path) -> tuple[str, Spec, Measured]:
-    """A run of three attempts, the last accepted, with a draft, a void measurement and a strange event."""
+    """Make a run of three attempts, the last accepted, with a draft, a void measurement and an unknown event.
+    Return its name, its spec and its measurement."""
     run = runs.start(toy, HEADER | {"author": "Ada"})
     program = program_of(run.spec, TOY_KERNEL)
     found = measured(run.spec, program)
@@ -203,7 +205,7 @@ def test_the_head_says_how_the_run_stands(toy: Path, out: Path) -> None:
     assert said["spent"] == "3,333 tokens" and said["budget"] == "none"
     again = shown(make_run(toy, improve=2), out).every("header")[0].text
     assert "1 of at most 6 and 2 to improve it" in again
-    assert HEADER["directory"] not in out.read_text(encoding="utf-8")  # it is nobody's business
+    assert HEADER["directory"] not in out.read_text(encoding="utf-8")  # this path is private
 
 
 def test_every_attempt_is_there_with_its_words_and_gates(toy: Path, out: Path) -> None:
@@ -267,7 +269,7 @@ def test_figures_that_this_version_has_no_words_for_are_shown_as_they_are(toy: P
     )
     strange = Rejected(gate="numerics", code="numerics", message="no", line=-99, gates=gates)
     (attempt,) = attempts(shown(make_run(toy, found=strange), out))
-    rows = cells(attempt, "In the order")[5:7]  # after what was checked
+    rows = cells(attempt, "In the order")[5:7]  # after the headings and the gates of the check
     assert rows[0] == ["astrology", "passed", "1.00", '{"sign": "Leo"}\n[red]a finding']
     assert rows[1] == ["contract", "passed", "1.00", '{"other": 1}']
     assert attempt.every("p", "rejected")[0].text == "line -99: \nno"
@@ -285,7 +287,7 @@ def test_sources_are_diffs_after_the_first(toy: Path, out: Path) -> None:
         assert [s.text[:-1] for s in diff.every("span", "add")] == [x for x in lines if x.startswith("+")]
         assert [s.text[:-1] for s in diff.every("span", "del")] == [x for x in lines if x.startswith("-")]
         assert diff.every("span", "add") and diff.every("span", "del")
-        assert after in [pre.text for pre in attempt.every("pre")]  # whole, collapsed
+        assert after in [pre.text for pre in attempt.every("pre")]  # the whole source, collapsed
 
 
 def test_drafts_and_void_measurements_stand_with_their_attempt(toy: Path, out: Path) -> None:
@@ -316,9 +318,9 @@ def test_a_long_wait_hides_no_other_event() -> None:
     (axes,) = charts._timeline(marks).axes
     short, long = (bar for bar in axes.patches if isinstance(bar, Rectangle))
     assert long.get_width() == LONG and short.get_width() == 60 and long.get_x() == 60
-    assert [round(bar.get_y() + bar.get_height() / 2) for bar in (short, long)] == [0, 1]  # a row each
+    assert [round(bar.get_y() + bar.get_height() / 2) for bar in (short, long)] == [0, 1]  # one row each
     assert (long.get_alpha(), short.get_alpha()) == (0.35, 1)
-    assert "… 5 h 0 min …" in [text.get_text() for text in axes.texts]  # its figure is whole
+    assert "… 5 h 0 min …" in [text.get_text() for text in axes.texts]  # the text states the whole time
 
 
 def test_bars_have_the_lengths_of_times() -> None:
@@ -379,7 +381,7 @@ def test_a_kernel_that_was_measured_as_slow_has_its_charts(toy: Path, out: Path)
     assert attempt.every("h2")[0].text == "Attempt 1: rejected"
     assert len(attempt.every("svg")) == len(rows)
     assert cells(attempt, "Ratios")[1][1].startswith(f"{rows[0].ratios['torch.compile'].estimate:.3f} [")
-    assert "Evidence" not in attempt.text  # which would be the same once more
+    assert "Evidence" not in attempt.text  # it would repeat the same figures
 
 
 @pytest.mark.parametrize("words", [HOSTILE, ODD, "'\" onload=x ><b>", "{{7*7}} ${x} %s"])
@@ -393,7 +395,7 @@ def test_what_others_wrote_is_text_wherever_it_stands(toy: Path, out: Path, word
             journal.once(f"draft/{n}", "draft", lambda: judged(bad, words))
             journal.once(f"answer/{n}", "answer", answer.to_json)
             journal.once(f"report/{n}", "report", lambda n=n: judged(bad, f"{n}\n{words}"))  # type: ignore[misc]
-        journal.once(f"{visible(words)}/1", visible(words), dict)  # SQLite has no keys with a surrogate
+        journal.once(f"{visible(words)}/1", visible(words), dict)  # a key in SQLite cannot hold a surrogate
     root = shown(run.name, out)
     told = visible(words)
     first, second = attempts(root)
@@ -430,7 +432,7 @@ def test_a_spec_is_shown_and_a_changed_one_is_called_so(toy: Path, runs_home: Pa
 
 def test_a_run_that_is_under_way_is_shown_as_it_stands(toy: Path, out: Path) -> None:
     run = runs.start(toy, HEADER)
-    try:  # which has the journal open and locked throughout
+    try:  # ``run`` keeps the journal open and locked
         root = shown(run.name, out)
         assert "authoring" in root.every("header")[0].text and "No event yet." in root.text
         assert not attempts(root)
@@ -448,7 +450,8 @@ def test_a_run_that_is_under_way_is_shown_as_it_stands(toy: Path, out: Path) -> 
 
 
 def test_an_attempt_may_take_several_turns(toy: Path, out: Path) -> None:
-    """Turns that only use tools have answers, but no reports; a report's key is of the turn it is about."""
+    """A turn that only uses tools has an answer but no report. The number in a report's key is that of the
+    turn that it judges."""
     run = runs.start(toy, HEADER)
     program = program_of(run.spec, TOY_KERNEL)
     found = measured(run.spec, program)
@@ -482,7 +485,7 @@ def test_the_command_writes_a_file_and_says_where(
     pages = [(tmp_path / path).read_text(encoding="utf-8") for path in (written, "deep/er.html")]
     assert pages[0] == pages[1] and name in parsed(pages[0]).every("title")[0].text
     assert (runs_home / name / "journal.db").read_bytes() == before
-    with Journal.open(runs_home / name / "journal.db") as journal:  # free for others
+    with Journal.open(runs_home / name / "journal.db") as journal:  # other processes can open the journal
         assert len(journal.events()) == 4
 
 
