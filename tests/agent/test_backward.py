@@ -1,4 +1,4 @@
-"""A derived spec: the ordinary gates judge its kernel as a pair with the forward."""
+"""A derived spec: the ordinary gates judge the derived kernel together with its forward."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_head_runs_on_what_is_stored() -> None:
 
 def test_only_the_forward_s_rows_are_rows() -> None:
     _, made = derived("gemm_partial_cross_entropy_unstored")
-    assert row_dims(made.spec) == {"M"}  # the vocabulary leads a weight and its gradient
+    assert row_dims(made.spec) == {"M"}  # the vocabulary, first dim of a weight, is no row dim
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The layer arranged by hand: its gradients, its kernels in their places, and its memory."""
+"""The layer that is arranged by hand: its gradients, its kernels in their places, and its memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
 PROGRAMS = accepted_programs(KERNELS, SMALL)
-WORSE = 1.5  # times the plain bf16 layer's error: more is a mistake
+WORSE = 1.5  # largest accepted error, as a multiple of the plain bf16 layer's
 
 
 def fused(shape: Shape, weights: Weights, next_norm: Tensor) -> HandArranged:
@@ -71,7 +71,7 @@ def test_its_kernels_are_the_accepted_ones_compiled_ahead(monkeypatch: pytest.Mo
 
 
 class Watched(Interpreted):
-    """Notes what memory of which earlier outputs is still held when a kernel is called."""
+    """Record, for each call of a kernel, which earlier outputs still hold their memory."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(PROGRAMS)
@@ -88,7 +88,8 @@ class Watched(Interpreted):
 
 
 def test_what_nobody_reads_any_more_is_let_go_of() -> None:
-    """A layer's peak memory is in its figures."""
+    """Peak memory is one of the layer's figures, so the layer frees every output that nobody reads any
+    more."""
     drawn, runner = draw(ODD, 5, "cpu"), Watched(ODD)
     layer = HandArranged(ODD, drawn.weights, drawn.next_norm, runner, unrotated)
     stream = layer.start(drawn.x)
@@ -104,7 +105,8 @@ def test_what_nobody_reads_any_more_is_let_go_of() -> None:
 
 
 class Strict(Interpreted):
-    """Refuses what a launch would: the wrong dtype, strides or address. Remembers the calls."""
+    """Refuse what a launch would refuse: a wrong dtype, wrong strides or a wrong address. Record the
+    calls."""
 
     def __init__(self) -> None:
         super().__init__(PROGRAMS)
@@ -174,7 +176,7 @@ def test_rotating_back_is_the_gradient_of_rotating() -> None:
     qkv = torch.randn(SMALL.tokens, 3 * SMALL.width, generator=generator).double().requires_grad_()
     qk, v = qkv.tensor_split([2 * SMALL.width], 1)
     turned = rotated(qk)
-    parts = (drawn.dout, drawn.x, drawn.dout - drawn.x)  # as if of q, k and v
+    parts = (drawn.dout, drawn.x, drawn.dout - drawn.x)  # as if they were the gradients of q, k and v
     (exact,) = torch.autograd.grad((turned, v), qkv, (torch.cat(parts[:2], 1).double(), parts[2].double()))
     dq, dk, dv = (SMALL.apart(t) for t in parts)
     found, s = unrotated(dq, dk, dv, turned.detach().float(), v.detach().float(), turn)

@@ -1,5 +1,5 @@
-"""The campaign: mutants of correct programs that differ are refused, honest rewrites pass, and its own fp64
-agrees with the references."""
+"""The campaign: mutants of correct programs are refused if they differ, honest rewrites pass, and the
+campaign's own fp64 evaluator agrees with the references."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from coda_agent.verifier.spec.domain import LARGEST
 
 pytestmark = pytest.mark.slow
 
-# Kinds that need something which not all programs have: a constant, a comparison, inputs of one type.
+# Kinds that need something that not every program has: a constant, a comparison, or inputs of one type.
 PARTIAL = {
     "clamp: by a value",
     "dropped term",
@@ -42,7 +42,7 @@ PARTIAL = {
     "on an operand",
 }
 
-ALONE = "gemm_grouped_weight_grad"  # an expert's own product has no epilogue: only its operands can change
+ALONE = "gemm_grouped_weight_grad"  # an expert's product has no epilogue, so only its operands can change
 
 
 @pytest.mark.parametrize("name", correct())
@@ -60,7 +60,7 @@ def test_each_kind_is_made_for_the_programs_that_it_applies_to() -> None:
     whole = [kind for kind in mutate.KINDS if kind not in PARTIAL]
     several = [name for name in correct() if name != ALONE]
     for k, (name, kind) in enumerate(itertools.product(several, whole)):
-        if k % 8 == 0:  # over all programs all kinds come several times
+        if k % 8 == 0:  # over all programs, every kind occurs several times
             assert made_mutant(CampaignTask("mutants", name, kind, 0)), (name, kind)
     made = [kind for kind in mutate.KINDS if made_mutant(CampaignTask("mutants", ALONE, kind, 0))]
     assert made == ["on an operand"]
@@ -76,7 +76,7 @@ def test_an_identity_makes_the_same_mutant_again() -> None:
 
 
 def bounded(name: str, value: str, limit: float) -> Program:
-    """An accepted program with a minimum over one of its inputs."""
+    """Return an accepted program in which ``minimum`` bounds the input ``value`` by ``limit``."""
     graph = Graph(original(name)[1])
     index = graph.add("input", attribute=value)
     graph.replace(index, graph.add("minimum", index, graph.constant(limit)))
@@ -95,7 +95,7 @@ def test_what_never_binds_is_equivalent() -> None:
 
 
 def test_an_operand_that_is_computed_anew_is_the_same_if_nothing_is_wrong_with_it() -> None:
-    """So what is refused is refused for its mistake, not for the products around it."""
+    """So a mutant is refused for its mistake, not for the products that the mutation adds."""
     spec, program = original(ALONE)
     graph = Graph(program)
     site = Site(spec, graph, Random(0), judge_of(ALONE).scales)
@@ -112,7 +112,7 @@ def test_what_is_wrong_at_sizes_of_cases_alone_is_seen_to_differ() -> None:
     assert not judge.seen(made.program) and judge.seen(made.program, *made.frozen)
 
 
-# A sample of what ``python -m benchmarks.campaign`` does, over programs that are judged soon.
+# A sample of what ``python -m benchmarks.campaign`` does, over programs that are judged quickly.
 QUICK = ("gemm_rmsnorm", "gemm_layernorm", "gemm_fp8_tensor_scale", "gemm_row_abs_max")
 
 

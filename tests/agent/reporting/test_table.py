@@ -1,4 +1,5 @@
-"""The README's tables: figures by hand, Wilson's interval, a README that cannot drift from its evidence."""
+"""The README's tables: figures computed by hand, Wilson's interval, and a README that agrees with its
+evidence."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def ratio(estimate: float, side: float = 0.25) -> Ratio:
 
 
 def timing(case: str = "1B", host: float = 20.0, **changes: Any) -> Timing:
-    """2 ms, of which 1.5 are the roofline; torch.compile takes 3 and cuBLAS's matmul 1.6."""
+    """Return a timing of 2 ms, with a roofline of 1.5 ms; torch.compile takes 3 ms and cuBLAS's matmul 1.6
+    ms."""
     fields: dict[str, Any] = {
         "case": case,
         "sizes": {"M": 16384},
@@ -71,8 +73,8 @@ def put_report(
 def put_run(
     directory: Path, spec: str, *steps: str, run: str = "", author: str = "Ada", file: str = ""
 ) -> None:
-    """A recording whose k-th answer was found ``steps[k - 1]``: checked or rejected, or both: measured
-    too, and rejected then; or was not judged (empty)."""
+    """Write a recording. ``steps[k - 1]`` is the verdict on the k-th answer: checked, rejected, or empty if
+    nobody judged the answer. A second word is the result of a measurement: measured or rejected."""
     events: list[tuple[str, str, dict[str, Any]]] = [
         ("prompt", "prompt", {"system": "x" * 3500, "task": "x" * 349})
     ]
@@ -98,7 +100,7 @@ def read(directory: Path) -> table.Tables:
 
 
 def cells(markdown: str) -> list[list[str]]:
-    """The rows of all tables, without headings."""
+    """Return the rows of all tables, without headings."""
     rows = [
         line.removeprefix("| ").removesuffix(" |").split(" | ")
         for line in markdown.splitlines()
@@ -117,7 +119,7 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
         "cuBLAS matmul": Ratio(estimate=0.8, low=0.5, high=1.0),
         "QuACK (its own tuner)": ratio(1.125, 0.125),
         "QuACK (our search)": ratio(1.0, 0.0625),
-        "QuACK matmul": ratio(0.875),  # no operator: it does none of the rest
+        "QuACK matmul": ratio(0.875),  # not shown: it computes only a part of the operator
     }
     put_report(tmp_path, "gemm_rope", timing(ratios=arms))
     (row,) = read(tmp_path).rows
@@ -129,9 +131,9 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
         speedup=Estimate(1.5, 1.25, 1.75),
         autotune=Estimate(1.25, 1.0, 1.5),
         before=None,
-        quack=Estimate(1.0, 0.9375, 1.0625),  # the rival that is hardest to beat
+        quack=Estimate(1.0, 0.9375, 1.0625),  # the QuACK arm that is hardest to beat
         quack_arm="QuACK (our search)",
-        over_cublas=Estimate(1.25, 1.0, 2.0),  # 2.0 ms over 1.6, and the ends change places
+        over_cublas=Estimate(1.25, 1.0, 2.0),  # 2.0 ms over 1.6 ms: inverting swaps the ends
         roofline=0.75,
     )
     (shown,) = cells(read(tmp_path).parts()["measured"])
@@ -152,7 +154,7 @@ def test_an_arm_that_was_not_measured_is_a_dash_and_one_that_never_was_no_column
     (shown,) = cells(read(tmp_path).parts()["measured"])
     assert shown[3:] == ["1.500 [1.250, 1.750]", "75%"]
     arms = {"torch.compile": ratio(1.5), "cuBLAS matmul": ratio(1.0), "QuACK (our search)": ratio(1.0)}
-    put_report(tmp_path, "gemm_swiglu_mlp", timing(ratios=arms))  # of another group
+    put_report(tmp_path, "gemm_swiglu_mlp", timing(ratios=arms))  # a spec of another group
     markdown = read(tmp_path).parts()["measured"]
     assert [len(row) for row in cells(markdown)] == [7, 7] and "max-autotune" not in markdown
     assert cells(markdown)[0][3:] == ["1.500 [1.250, 1.750]", "–", "–", "75%"]
@@ -204,7 +206,7 @@ def test_device_versions_and_dates_are_those_of_the_reports(tmp_path: Path) -> N
 
 
 def test_host_time_names_who_misses_the_goal(tmp_path: Path) -> None:
-    put_report(tmp_path, "gemm_rope", timing(host=23.0), timing("7B", host=90.0))  # 5 us more: within
+    put_report(tmp_path, "gemm_rope", timing(host=23.0), timing("7B", host=90.0))  # 5 us more: still met
     assert "23.0 us; of cuBLAS's bare matmuls: 18.0 us." in str(read(tmp_path))
     assert "goal of at most 5 us more than cuBLAS is met by all." in str(read(tmp_path))
     put_report(tmp_path, "gemm_geglu", timing(host=23.1))
@@ -236,10 +238,10 @@ def test_a_report_that_is_none_is_named(tmp_path: Path, text: str, words: str) -
         (["checked"], 1),
         (["rejected", "checked"], 2),
         (["rejected", "rejected", "checked measured"], 3),
-        (["checked rejected", "checked measured"], 2),  # right, but slow at first
+        (["checked rejected", "checked measured"], 2),  # correct, but too slow at first
         (["checked rejected"], None),
         (["rejected", "rejected"], None),
-        (["rejected", ""], None),  # an answer that nobody judged
+        (["rejected", ""], None),  # an answer without a verdict
         ([], None),
     ],
 )
@@ -303,7 +305,7 @@ MARKED = (
 
 def test_write_replaces_what_is_between_the_comments_only(tmp_path: Path) -> None:
     put_report(tmp_path, "gemm_rope", run=r"\1")
-    put_run(tmp_path, "gemm_rope", "checked", author=r"\1 \g<0>")  # no template
+    put_run(tmp_path, "gemm_rope", "checked", author=r"\1 \g<0>")  # not a template of a regular expression
     page, tables = tmp_path / "page.md", read(tmp_path)
     page.write_text(MARKED, encoding="utf-8")
     table.write(page, tables)

@@ -1,4 +1,4 @@
-"""What files say is printed as text: no terminal obeys it, no markup is made of it."""
+"""Text from files is shown as text: no terminal obeys it, and nobody interprets it as markup."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from coda_agent.verifier.report import Checked, Rejected
 
 HOSTILE = "\x1b]0;owned\x07\x9b2J [/x] [red]\u202egnp.exe :smile: \x7f"
 SHOWN = r"\u001b]0;owned\u0007\u009b2J [/x] [red]\u202egnp.exe :smile: \u007f"
-ON_SCREEN = SHOWN.replace(r"\u0007", "")  # rich itself leaves the bell out
+ON_SCREEN = SHOWN.replace(r"\u0007", "")  # rich itself drops the bell
 PRINTS = {"print", "typer.echo", "typer.secho", "sys.stdout.write"}
 
 
 def test_controls_are_shown_and_json_stays_json() -> None:
     assert visible(HOSTILE) == SHOWN
-    assert visible("\x1b[31mred\x1b[0m\ttwo\nlines") == "red\ttwo\nlines"  # a compiler's colours
+    assert visible("\x1b[31mred\x1b[0m\ttwo\nlines") == "red\ttwo\nlines"  # a compiler's colours are removed
     text = json.dumps({"code": HOSTILE, "lone": "\ud800"}, ensure_ascii=False)
     assert json.loads(visible(text)) == {"code": HOSTILE, "lone": "\ud800"}
 
@@ -50,7 +50,7 @@ def test_a_live_view_shows_what_an_author_says() -> None:
 
 
 def test_one_place_prints() -> None:
-    """No other module of the agent prints: ``visible`` would be forgotten there."""
+    """No other module of the agent may print, because it could forget to call ``visible``."""
     for path in sorted((ROOT / "agent").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))

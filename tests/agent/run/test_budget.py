@@ -1,4 +1,4 @@
-"""What a run may spend: what is reserved, settled, uncertain, and where it ends."""
+"""The budget of a run: its reservations, its settled and uncertain charges, and the end of the run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def amounts(ledger: BudgetLedger) -> tuple[float, ...]:
 
 
 def test_a_price_by_hand() -> None:
-    """Dollars a million: 5 read, 25 written, 0.5 from the cache, 6.25 into it."""
+    """Prices in dollars for a million tokens: 5 read, 25 written, 0.5 read from the cache, 6.25 written into
+    the cache."""
     usage = Usage(1000, 2000, 10_000, 4000)
     assert price(MODEL, usage) == pytest.approx((1000 + 0.1 * 10_000 + 1.25 * 4000) * 5e-6 + 2000 * 25e-6)
     assert price("claude-of-nowhere", usage) is None
@@ -162,7 +163,8 @@ def test_an_answer_that_tells_no_tokens_leaves_its_request_charged(journal: Jour
 
 
 def test_a_ledger_of_another_version_is_read(journal: Journal) -> None:
-    """A turn that failed with its usage told, and a measurement charged whole, after its pieces."""
+    """In such a ledger, a failed turn states its usage. A measurement is charged as a whole, after its
+    pieces."""
     failed = {"usage": {"input_tokens": 5, "output_tokens": 5}, "dollars": None}
     journal.once("settled/1.failed.1", "settled", lambda: failed)
     journal.once("piece/1.0/numerics/large", "piece", lambda: {"conditions": {}})
@@ -180,13 +182,13 @@ def test_tokens_shrink_an_answer_and_end_a_run(journal: Journal) -> None:
     with pytest.raises(OutOfBudget, match="has 900 tokens left for an answer, after 10,000 tokens"):
         book.reserve(MODEL, 4100, 3000)
     assert book.reserve(MODEL, 5000 - FEWEST_TOKENS, 3000).max_tokens == FEWEST_TOKENS
-    assert ledger(journal, tokens=16_000).reserve(MODEL, 300, 700).max_tokens == 700  # all that was asked for
+    assert ledger(journal, tokens=16_000).reserve(MODEL, 300, 700).max_tokens == 700  # as many as requested
 
 
 def test_dollars_shrink_an_answer_at_the_dearest_price(journal: Journal) -> None:
     book = ledger(journal, dollars=0.10)
     charge = book.reserve(MODEL, 4000, 32_000)
-    assert charge.max_tokens == 3000  # after 4000 at 6.25 dollars a million, at 25
+    assert charge.max_tokens == 3000  # 0.1 dollars: 4000 tokens at 6.25 a million, then 3000 at 25
     with pytest.raises(OutOfBudget, match=r"0.1 of 0.1 dollars used.*--budget-dollars"):
         book.afford()
     with pytest.raises(OutOfBudget, match="no price is known for claude-of-nowhere"):
@@ -261,7 +263,7 @@ def test_time_ends_a_run_before_the_next_request(begin: Callable[[], runs.Run]) 
 
 @dataclass
 class Late(Scripted):
-    """Its second answer does not come before the question's deadline."""
+    """A provider whose second answer does not come before the question's deadline."""
 
     ledger: BudgetLedger | None = None
 
@@ -291,8 +293,8 @@ def test_time_that_is_used_up_by_waiting_ends_a_run_as_budgets_do(begin: Callabl
 def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
     begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another's measurement has it for 1000 s; then one that is killed in its second piece, and one that
-    goes on."""
+    """Another process has the GPU for 1000 s, which are not charged. Then a measurement is killed in its
+    second piece, so only its first piece is charged. The measurement that continues adds its own pieces."""
     now = [0.0]
     monkeypatch.setattr("coda_agent.agent.run.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     lock, held = FileLock(cache_dir() / "gpu.lock", thread_local=False), threading.Event()
@@ -331,7 +333,8 @@ def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
 def test_a_gpu_that_is_not_free_in_time_is_not_waited_for(
     begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waited until its time was up begins no measurement; the kernel is checked."""
+    """A measurement that waits for the GPU until the run's time is up does not begin. The kernel stays
+    checked."""
     run, measurements = begin(), list[Program]()
 
     def measure(spec: Spec, kernel: KernelSource, *_: object) -> Measured:
@@ -344,7 +347,7 @@ def test_a_gpu_that_is_not_free_in_time_is_not_waited_for(
 
         def judged(*given: Any) -> dict[str, Any]:
             found = real(*given)
-            going.ledger.began -= 3600.0 - 0.3  # its time is nearly up when the GPU is asked for
+            going.ledger.began -= 3600.0 - 0.3  # the run's time is nearly up when it asks for the GPU
             return found
 
         monkeypatch.setattr(going, "_check", judged)
@@ -365,7 +368,7 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
     with run.journal:
         going = loop(run, Scripted([GOOD, GOOD]), measure=measure, limits=RunLimits(gpu_seconds=0.0))
         outcome = going.run()
-        assert isinstance(outcome.report, Checked) and not measurements  # it awaits measurement elsewhere
+        assert isinstance(outcome.report, Checked) and not measurements  # awaits measurement elsewhere
         stopped = run.journal.events()[-1]
         assert stopped.key == "stopped/1" and "of 0 gpu seconds" in stopped.payload["reason"]
         going = loop(
@@ -376,11 +379,11 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
         assert 0 <= spent(run.journal.events()).gpu_seconds < 60
 
 
-# cut off at the deadline, whatever is under way
+# at the deadline, whatever is running is cut off
 
 
 def hanging_compiler(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[subprocess.Popen[bytes]]:
-    """A compiler that never answers, in place of the real one: its processes."""
+    """Replace the compiler by one that never answers; return the list of its processes."""
     (directory / "hanging.py").write_text("import time; time.sleep(600)")
     real, started = subprocesses.converse, list[subprocess.Popen[bytes]]()
 
@@ -399,7 +402,7 @@ def hanging_compiler(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[s
 def test_a_gate_is_cut_off_at_the_deadline(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
 ) -> None:
-    """One that would never end: it has no verdict, and what it started is gone."""
+    """A gate that would never end gets no verdict, and the processes that it started are gone."""
     run, notes, compilers = runs.start(write_toy(tmp_path), HEADER), Notes(), list[subprocess.Popen[bytes]]()
     with run.journal, monkeypatch.context() as patch:
         if gate == "compile":
@@ -418,7 +421,8 @@ def test_a_gate_is_cut_off_at_the_deadline(
 def test_a_measurement_is_cut_off_at_the_deadline_and_charged(
     begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a real worker that hangs; its kernel stays checked, and what it took is charged."""
+    """A real worker hangs during the measurement. The kernel stays checked, and the worker's time is
+    charged."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     run, workers = begin(), list[Worker]()
 
@@ -434,7 +438,7 @@ def test_a_measurement_is_cut_off_at_the_deadline_and_charged(
 
         def judged(*given: Any) -> dict[str, Any]:
             found = real(*given)
-            going.ledger.began -= 3600.0 - 10.0  # seconds that it has left
+            going.ledger.began -= 3600.0 - 10.0  # leaves the run 10 seconds
             return found
 
         monkeypatch.setattr(going, "_check", judged)

@@ -1,4 +1,5 @@
-"""Several candidates at once: real processes, answered by handoff, stopped, interrupted and killed."""
+"""Several candidates at once: real processes, which handoff answers, and which are stopped, interrupted and
+killed."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def answer(directory: Path, number: int, text: str) -> None:
 
 
 def free(name: str) -> bool:
-    """Whether no process has the run open."""
+    """Return whether no process has the run open."""
     try:
         runs.reopen(name).journal.close()
     except JournalError:
@@ -81,7 +82,7 @@ def test_the_best_of_two(toy: Path, tmp_path: Path) -> None:
 
 
 def two(toy: Path, directory: Path, **streams: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
-    """The command with two candidates that wait for answers."""
+    """Start the command with two candidates, and wait until both wait for an answer."""
     prompts = [directory / str(number) / "prompt-1.md" for number in (1, 2)]
     return going(["generate", toy, *options(directory)], prompts, **streams)
 

@@ -1,4 +1,5 @@
-"""Runs of a derived spec: the derived program is the first rival, and an edit may start from it."""
+"""Runs of a derived spec: an author has to beat the derived program first, and an edit may start from this
+program."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def k(d_y, w, x):
 
 @pytest.fixture
 def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A derived spec with its program beside it, and no compiler."""
+    """Return the path of a derived spec that has its program beside it; a fake replaces the compiler."""
     forward = load(ROOT / "specs" / "gemm_row_abs_max.yaml", check=False)
     text = (ROOT / "generated_kernels" / "gemm_row_abs_max.program.json").read_text()
     program = Program.from_json(text, forward.signature())

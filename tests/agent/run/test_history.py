@@ -1,4 +1,4 @@
-"""Past runs as journals tell them: how each stands, and none is taken from whoever has it open."""
+"""The state of past runs, read from their journals, which stay with the processes that have them open."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_the_last_attempt_counts_and_tokens_add_up(toy: Path) -> None:
             run.journal.once(
                 "report/1", "report", lambda: {"report": first, "program": None, "source": BROKEN}
             )
-    (found,) = history.past()  # while it is open here
+    (found,) = history.past()  # while this process has the run open
     assert (found.status, found.why, found.attempts) == ("rejected", "trace/name", 2)
     assert found.usage == Usage(200, 20, 2000, 2) and found.author == "Ada via a script"
-    run.journal.once("more", "more", dict)  # looking took nothing away
+    run.journal.once("more", "more", dict)  # the reader did not take the journal away
     run.journal.close()
 
 
 def listed(name: str) -> str:
-    """The row of a run, as one line."""
+    """Return a run's row in the table as one line."""
     rows = CliRunner().invoke(app, ["runs"]).output.splitlines()
     return next(" ".join(row.split()) for row in rows if name in row)
 
@@ -108,7 +108,7 @@ def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:
     run = runs.start(toy, HEADER | {"provider": "handoff", "author": "Ada"})
     assert f"{run.name} running Ada" in listed(run.name)
     run.journal.close()
-    assert f"{run.name} interrupted: resume it Ada" in listed(run.name)  # killed, or a machine that went down
+    assert f"{run.name} interrupted: resume it Ada" in listed(run.name)  # as after a kill or a power cut
     stop(run.name, "5 of 4 tokens used; resume the run with a larger --budget-tokens")
     assert f"{run.name} stopped: 5 of 4 tokens used Ada" in listed(run.name)
     with Journal.open(run.directory / runs.JOURNAL) as journal:
@@ -119,7 +119,8 @@ def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:
 
 
 def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
-    """Of a request that was never answered too, and of measuring; in all, as well."""
+    """A run's spending includes a request that was never answered, and a void measurement. So do the
+    totals."""
     lost, paid = (runs.start(toy, HEADER | {"provider": "anthropic"}) for _ in range(2))
     for run in (lost, paid):
         charge = BudgetLedger(run.journal, turn=1).reserve("claude-opus-5-5", 30_000, 6_311)
@@ -144,7 +145,7 @@ def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
 
 def test_runs_are_read_on_a_disk_without_room(toy: Path, runs_home: Path) -> None:
     name = make_run(toy)
-    (runs_home / name / "journal.db-shm").symlink_to("journal.db-shm")  # there is no place for an index
+    (runs_home / name / "journal.db-shm").symlink_to("journal.db-shm")  # no index can be created
     assert history.past_of(name).status == "checked" and "checked" in listed(name)
     assert "checked" in CliRunner().invoke(app, ["review", name, "--json"]).output
 
@@ -187,7 +188,7 @@ def test_a_journal_is_read_as_it_grows(toy: Path, runs_home: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("UPDATE events SET payload = '{}' WHERE key = 'answer/1'")
     assert history.past_of(name).status == "unreadable"
-    assert reading.past().status == "accepted"  # what was read is not read again
+    assert reading.past().status == "accepted"  # an event that was read once is not read again
 
 
 def test_a_glance_changes_nothing(toy: Path, runs_home: Path) -> None:
@@ -208,11 +209,11 @@ def test_the_command_lists_for_people_and_programs(toy: Path, runs_home: Path) -
     asked = CliRunner().invoke(app, ["runs", "--json"])
     (run,) = json.loads(asked.output)["runs"]
     assert (run["run"], run["status"], run["spec"]) == (name, "checked", "toy")
-    runs.start(toy, HEADER | {"provider": "handoff", "author": "Ada"}).journal.close()  # and nobody at it
+    runs.start(toy, HEADER | {"provider": "handoff", "author": "Ada"}).journal.close()  # no process has it
     told = CliRunner().invoke(app, ["runs"])
     assert "interrupted: resume it" in told.output and "GPU s" not in told.output
     shutil.rmtree(runs_home)
     assert "no runs yet" in CliRunner().invoke(app, ["runs"]).output
     runs_home.write_text("a file")
     told = CliRunner().invoke(app, ["runs"])
-    assert isinstance(told.exception, NotADirectoryError)  # the command line has words for it
+    assert isinstance(told.exception, NotADirectoryError)  # the command line explains this error

@@ -1,4 +1,4 @@
-"""Improvement rounds: what the author is shown, what it may set, and that only what is faster is kept."""
+"""Improvement rounds: what the author is shown, what it may set, and that only a faster kernel is kept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def toy(runs_home: Path, tmp_path: Path, no_compiler: None) -> Path:
 
 
 class Gpu:
-    """Stands in for the GPU gates: a change is kept or not as the list says; what it had to beat."""
+    """A fake for the GPU gates. ``faster`` lists which changes are faster; ``kept`` records what each had to
+    beat."""
 
     def __init__(self, *faster: bool):
         self.faster = list(faster)
@@ -244,7 +245,8 @@ def test_a_change_travels_with_what_it_has_to_beat(
 
 @pytest.fixture
 def decided(toy: Path) -> Callable[..., None]:
-    """Decides on a change whose speeds over the kept kernel are these, in cases large and wide."""
+    """Return a function that decides on a change, given its speedups over the kept kernel in cases large and
+    wide."""
     from authoring import timing
 
     from coda_agent.verifier.loading import load

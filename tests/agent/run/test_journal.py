@@ -1,4 +1,4 @@
-"""The journal under kills, full disks, second openers and damage: real processes, real files."""
+"""The journal under kills, full disks, second openers and damage, with real processes and real files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from coda_agent.primitives.system.files import write_atomic
 
 pytestmark = pytest.mark.slow
 
-# A run of some steps. Each production and each step that `once` gave back is noted by one write(2), which a
-# SIGKILL afterwards cannot take back. `kill` names the point at which the child kills itself.
+# A run of some steps. One write(2) notes each production and each result of `once`, and a later SIGKILL
+# cannot undo it. `kill` names the point at which the child kills itself.
 RUN = """
 import functools, os, signal, sqlite3, sys, uuid
 from pathlib import Path
@@ -71,7 +71,7 @@ def noted(directory: Path, name: str) -> list[list[str]]:
 
 
 def check_finished(directory: Path, steps: int) -> None:
-    """Each step given back once was given back ever after with the same content, and that is stored."""
+    """Check that each step returned the same content every time, and that the journal holds this content."""
     first: dict[str, str] = {}
     for step, token in noted(directory, "given"):
         assert first.setdefault(step, token) == token, f"step {step} was given back twice, differently"
@@ -80,7 +80,7 @@ def check_finished(directory: Path, steps: int) -> None:
     assert [e.key for e in events] == [f"step/{i}" for i in range(steps)]
     assert {e.key[5:]: e.payload["token"] for e in events} == first
     produced = noted(directory, "produced")
-    for step, token in first.items():  # the stored production is the last: none came after its commit
+    for step, token in first.items():  # the last production is stored: none came after its commit
         assert [t for s, t in produced if s == step][-1] == token
 
 
@@ -93,7 +93,8 @@ def test_a_kill_at_each_boundary_loses_and_repeats_nothing(tmp_path: Path) -> No
         with_step = int(point[-1]) + point.startswith("given") if point != "create" else 0
         assert sorted(set(given)) == [str(step) for step in range(with_step)], point
     assert start(tmp_path, len(steps)).wait() == 0
-    # produced twice: in the run killed before the commit, and in the next; the other kills cost nothing
+    # Each step is produced twice: by the run that is killed before the commit, and by the next run. The other
+    # kills repeat nothing.
     assert [step for step, _ in noted(tmp_path, "produced")] == [str(step) for step in steps for _ in "12"]
     check_finished(tmp_path, len(steps))
 
@@ -106,7 +107,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
         child = start(tmp_path, 12)
         while child.poll() is None and len(noted(tmp_path, "produced")) == before:
             time.sleep(0.0005)
-        time.sleep(dice.uniform(0, 0.002))  # into the commit of this step, or of one of the next
+        time.sleep(dice.uniform(0, 0.002))  # during the commit of this or a later step
         child.kill()
         finished = child.wait() == 0
         killed += not finished
@@ -140,7 +141,7 @@ def test_a_step_that_fails_records_nothing(tmp_path: Path) -> None:
 
 
 def test_commits_are_durable(tmp_path: Path) -> None:
-    """Write-ahead log, and every commit on disk before it returns."""
+    """The journal uses a write-ahead log, and every commit is on disk before the call returns."""
     with Journal.create(tmp_path / "run.db", {}) as journal:
         assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,)
@@ -192,7 +193,7 @@ while True:
         finally:
             child.kill()
     with (tmp_path / "run.db.lock").open() as other:
-        fcntl.flock(other, fcntl.LOCK_SH)  # as one that asks at this very moment
+        fcntl.flock(other, fcntl.LOCK_SH)  # as if a process asked right now
         assert not is_open(path)
 
 
@@ -211,7 +212,7 @@ def test_close_gives_the_journal_free_and_so_does_a_failed_open(tmp_path: Path) 
     Journal.open(path).close()
 
 
-# what is no journal
+# files that are not journals
 
 
 def test_create_refuses_an_existing_run(tmp_path: Path) -> None:
@@ -295,11 +296,11 @@ def test_another_schema(tmp_path: Path) -> None:
         Journal.open(tmp_path / "run.db")
 
 
-# reading where nothing can be written
+# reading on a disk that cannot be written
 
 
 def cut_off(path: Path) -> None:
-    """A journal whose process was killed: its one event is in the log alone."""
+    """Make a journal whose process was killed, so that its only event is in the write-ahead log."""
     code = f"""
 import os, signal
 from coda_agent.agent.run.journal import Journal
@@ -313,7 +314,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def no_index(path: Path) -> None:
-    """A link to itself, which nobody can open, whatever their rights."""
+    """Replace the journal's index by a link to itself, which nobody can open, not even root."""
     path.with_name(path.name + "-shm").symlink_to(path.name + "-shm")
 
 
@@ -347,7 +348,7 @@ def test_a_full_disk_writes_nothing_of_the_step(tmp_path: Path) -> None:
 
 
 def test_a_write_that_the_system_breaks_off(tmp_path: Path) -> None:
-    """The kernel refuses the log's growth in the middle of a commit; the journal stays whole."""
+    """The operating system refuses to let the log grow in the middle of a commit. The journal stays whole."""
     path = tmp_path / "run.db"
     Journal.create(path, {}).close()
     code = f"""
@@ -370,7 +371,8 @@ except JournalError as error:
 
 
 def test_what_can_be_read_nowhere_says_why(tmp_path: Path) -> None:
-    """On a disk without room: no file of the child's may grow."""
+    """No file of the child process may grow, as on a full disk. The child can read a journal that was closed.
+    For the journal of a killed process, the message says why the child cannot read it."""
     ended, killed = tmp_path / "ended.db", tmp_path / "killed.db"
     Journal.create(ended, {"spec": "ended well"}).close()
     cut_off(killed)

@@ -1,5 +1,5 @@
-"""Killed at every event of a journal: real processes, real SIGKILLs, resumed by the real command. What was
-answered is never asked for again."""
+"""Processes are killed at every event of a journal, and the real command resumes the run. The processes and
+the SIGKILLs are real. An answered request is never sent again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from coda_agent.verifier.report import Accepted, Measured, Rejected
 
 pytestmark = pytest.mark.slow
 
-# What a process that is killed at a point on its way to an event has added to the ledger.
+# Points on the way to an event, each with the ledger events that a process killed at this point has added.
 RESERVING: dict[str, list[str]] = {"before reserved": [], "after reserved": ["reserved"]}
 SETTLING = {"before settled": ["reserved"], "after settled": ["reserved", "settled"]}
 NOTHING: dict[str, list[str]] = {}
@@ -52,7 +52,7 @@ def keys(name: str) -> list[str]:
 
 
 def kept(name: str) -> list[str]:
-    """What a run has but for its ledger."""
+    """Return the keys of the run's events, without the ledger's."""
     return [key for key in keys(name) if not key.startswith(("reserved/", "settled/"))]
 
 
@@ -64,7 +64,7 @@ def process() -> Iterator[Callable[[Errand], int]]:
 
 @dataclass
 class Kills:
-    """A run's, one after the other; ``done``: the events that it must have by now."""
+    """The kills of one run, one after the other. ``done`` lists the events that the run must have by now."""
 
     run: str
     process: Callable[[Errand], int]
@@ -72,7 +72,8 @@ class Kills:
     done: list[str]
 
     def around(self, event: str, ledger: Mapping[str, Sequence[str]] = NOTHING, *given: str) -> None:
-        """Before and after an event's commit, and those of the ledger's on the way to it."""
+        """Kill a process at each ledger event on the way to ``event``, then before and after the commit of
+        ``event``. Check after each kill that the journal holds the right events."""
         kind = event.partition("/")[0]
         errand = replace(self.errand, arguments=given or self.errand.arguments)
         for point, left in ledger.items():
@@ -96,7 +97,7 @@ def spent(name: str) -> budget.Spent:
 def test_a_kernel_killed_at_every_event(
     runs_home: Path, tmp_path: Path, process: Callable[[Errand], int]
 ) -> None:
-    """Of its tools, a refused request, three attempts, a void measurement and a good one."""
+    """The run has tools, a refused request, three attempts, a void measurement and a good one."""
     started, log = runs.start(write_toy(tmp_path), HEADER), tmp_path / "log"
     started.journal.close()
     errand = Errand(["resume", started.name], "Kernel", str(runs_home), str(log))
@@ -108,19 +109,20 @@ def test_a_kernel_killed_at_every_event(
         ledger = RESERVING if event.startswith("answer/") else NOTHING
         kills.around(event, RESERVING | SETTLING if event == f"answer/{REFUSED}" else ledger)
     assert kills.end() == OK
-    # Each step twice: the first was killed before its commit. Never thrice: the second was committed.
+    # Each step occurs twice, because the first time was killed before its commit. No step occurs a third
+    # time, because the second time was committed.
     steps = [["asked 1"], ["checked"], ["asked 2"], ["checked"]]
-    steps += [["refused"], ["refused", "asked 3"]]  # a refusal is no answer, be it settled: it is asked again
+    steps += [["refused"], ["refused", "asked 3"]]  # a refusal is no answer, so the request is sent again
     steps += [["asked 4"], ["checked"]]
-    # What is kept of a measurement is its pieces: the step itself goes on, and is no request to anyone. The
-    # one after a void one starts from nothing.
+    # Of a measurement, only the pieces are recorded. The step itself is repeated, but sends no request. The
+    # measurement after a void one starts from nothing.
     steps += 2 * [["proved"], ["proved", "measured"]]
     assert log.read_text().splitlines() == [said for step in steps for said in 2 * step]
     outcome = result_of(*runs.look(started.name))
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.authorship.attempts == 3 and outcome.usage.input_tokens == 4 * USAGE.input_tokens
-    # Of a turn's three reservations one was answered; the others were lost after they were committed, as was
-    # the refused one that was never settled.
+    # Of a turn's three reservations, one was answered. The other two were lost after their commit. One
+    # reservation of the refused request was also lost, because it was never settled.
     lost, answered = (4 * 2 + 1) * RESERVED, 4 * USAGE.total
     found = spent(started.name)
     assert (found.uncertain_tokens, found.tokens) == (lost, lost + answered)
@@ -128,7 +130,7 @@ def test_a_kernel_killed_at_every_event(
 
 @pytest.fixture
 def optimizing(runs_home: Path, tmp_path: Path) -> tuple[str, Path]:
-    """A run that edits an accepted kernel in two rounds, and where that kernel is kept."""
+    """Return the name of a run that edits an accepted kernel in two rounds, and the folder of this kernel."""
     spec, kernels = write_toy(tmp_path), tmp_path / "kernels"
     before = accepted_run(spec)
     with runs.reopen(before).journal as journal:
@@ -144,7 +146,8 @@ def optimizing(runs_home: Path, tmp_path: Path) -> tuple[str, Path]:
 
 
 def results(name: str, attempt: int, path: Path) -> list[str]:
-    """What imports a made-up measurement of an attempt: the first is fast, a change to it is no faster."""
+    """Write a made-up measurement of an attempt; return the command that imports it. The first edit is fast,
+    and the second is no faster."""
     seen, spec = runs.look(name)
     judged = next(e.payload for e in seen.events() if e.key == f"report/{attempt}")
     program = Program.from_json(judged["program"], spec.signature())
@@ -160,7 +163,8 @@ def results(name: str, attempt: int, path: Path) -> list[str]:
 
 
 def the_command(point: str, *arguments: str) -> int:
-    """The real one with its own author, in a process of its own that ends at a point."""
+    """Run the real command with its own author in another process, which kills itself at ``point``; return
+    the exit status."""
     code = "import killing, sys; killing.kill_at(sys.argv.pop(1)); "
     code += "from coda_agent.agent.cli.main import main; main()"
     environment = os.environ | {"PYTHONPATH": PYTHONPATH}
@@ -171,8 +175,8 @@ def the_command(point: str, *arguments: str) -> int:
 def test_an_edit_killed_at_every_event(
     optimizing: tuple[str, Path], runs_home: Path, tmp_path: Path, process: Callable[[Errand], int]
 ) -> None:
-    """Of its base, a request that fails, an attempt, two imported measurements and a round; then by nobody's
-    stand-ins."""
+    """The run has a base, a request that fails, an attempt, two imported measurements and a round. At the
+    end, the command runs without stand-ins."""
     (name, kernels), log, hands = optimizing, tmp_path / "log", tmp_path / "hands"
     errand = Errand(["resume", name, "--no-gpu"], "Edit", str(runs_home), str(log), str(kernels))
     kills = Kills(name, process, errand, [])
@@ -188,7 +192,7 @@ def test_an_edit_killed_at_every_event(
         assert kills.end(*imports) == OK and kept(name) == kills.done
     steps = ["failed"] * 4 + ["asked 1", "checked", "asked 2", "checked"]
     assert log.read_text().splitlines() == [*steps[:4], *(step for step in steps[4:] for _ in "12")]
-    # The last answer is a file's, which is gone by the time that the run goes on.
+    # The last answer comes from a file that is gone when the run continues.
     hands.mkdir()
     (hands / "answer-3.md").write_text("no code\n<!-- end -->")
     assert the_command("after answer", *errand.arguments) == -signal.SIGKILL
@@ -200,6 +204,7 @@ def test_an_edit_killed_at_every_event(
     outcome = result_of(*runs.look(name))
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.kernel is not None and outcome.kernel.edited == "# an edit\n"
-    # Two reservations of each turn's three were lost, and of the failed request's; it was paid for thrice.
+    # Of the three reservations for each turn and for the failed request, two were lost. The failed request
+    # was paid for three times.
     lost, paid = (2 + 2 + 2) * RESERVED, 3 * FAILED.total + 2 * USAGE.total
     assert (spent(name).uncertain_tokens, spent(name).tokens) == (lost, lost + paid)

@@ -1,4 +1,4 @@
-"""The loop: what an author is told, when it ends, and how it goes on."""
+"""The loop: what an author is told, when a run ends, and how a run continues."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_author_is_given_the_spec_and_then_the_reason(begin: Callable[..., r
         assert outcome.usage == Usage(300, 30, 3000, 3)
         assert keys(run) == ["prompt", *(f"{kind}/{n}" for n in (1, 2, 3) for kind in ("answer", "report"))]
     systems = {system for system, _ in provider.asked}
-    assert len(systems) == 1  # a prefix that does not change is read from the provider's cache
+    assert len(systems) == 1  # the provider's cache only serves a prefix that stays the same
     first, second, third = (messages for _, messages in provider.asked)
     assert [m.role for m in third] == ["user", "assistant", "user", "assistant", "user"]
     assert third[:3] == second and second[:1] == first and run.text.strip() in first[0].text
@@ -141,7 +141,7 @@ def test_measured_here(begin: Callable[..., runs.Run]) -> None:
         outcome = author(run, provider, measure=fast)
         assert isinstance(outcome.report, Accepted) and outcome.report.timings[0].case == "large"
         assert [g.gate for g in outcome.report.gates][3:6] == ["compile", "numerics", "stability"]
-        assert author(run, Scripted([]), measure=_never) == outcome  # read back: nothing asked or measured
+        assert author(run, Scripted([]), measure=_never) == outcome  # read back; nothing is asked or measured
         assert result_of(run.journal, run.spec) == outcome
 
 
@@ -180,11 +180,11 @@ def test_a_slow_kernel_is_fed_back_and_measured_again_only_when_it_is_another(
     ],
 )
 def test_an_edited_text_is_the_same_but_for_comments_and_space(other: str, same: bool) -> None:
-    """So that a comment does not have a rejected one measured until it is lucky."""
+    """Otherwise, changing a comment would have a rejected kernel measured again until it is lucky."""
     assert _same("def f(x):\n    return x + 1  # one\n", other) is same
 
 
-# what awaits measurement elsewhere
+# kernels that await measurement elsewhere
 
 
 def awaiting(run: runs.Run) -> Outcome:
@@ -203,7 +203,7 @@ def test_a_recorded_measurement_carries_the_run_on(begin: Callable[..., runs.Run
         kernel = awaiting(run).kernel
         assert kernel is not None
         record(run, measured(run.spec, kernel.program))
-        outcome = author(run, Scripted([]))  # asks nobody
+        outcome = author(run, Scripted([]))  # nobody is asked
         assert isinstance(outcome.report, Accepted) and outcome.kernel == kernel
 
 
@@ -234,7 +234,7 @@ def test_a_run_without_a_report_stands_nowhere(begin: Callable[..., runs.Run]) -
         assert result_of(run.journal, run.spec) is None
 
 
-# what goes wrong on the way
+# failures on the way
 
 
 def test_no_answer_leaves_a_run_to_resume(begin: Callable[..., runs.Run]) -> None:
@@ -289,7 +289,8 @@ def test_an_interruption_on_a_full_disk_is_one(begin: Callable[..., runs.Run]) -
 
 
 def test_a_run_stands_where_it_was_taken_whatever_it_may_do_now(begin: Callable[..., runs.Run]) -> None:
-    """Resumed with more attempts and rounds, it had those: without, it has come as far."""
+    """A run that was resumed with more attempts and rounds keeps their results. A later command with lower
+    limits returns the same outcome."""
     run = begin()
     with run.journal:
         author(run, Scripted([BAD, WRONG, BAD]), attempts=3)

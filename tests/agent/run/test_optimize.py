@@ -1,6 +1,6 @@
-"""Optimizing: what the author of an edited text is given, what its answer has to beat, and where it is kept.
+"""Edits: what the author of an edit is given, what an edit has to beat, and where an edit is stored.
 
-The compiler and the GPU gates are stood in for; tests/primitives/raw/test_raw.py has the compiler.
+Fakes replace the compiler and the GPU gates; tests/primitives/raw/test_raw.py uses the real compiler.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from coda_agent.verifier.timing import FEWEST
 
 pytestmark = pytest.mark.slow
 
-# Milliseconds of the kernel before, whose edit takes 2.0.
+# Milliseconds of the original kernel; its edit takes 2.0 ms.
 SAMPLES = ((2.2,) * FEWEST, (2.21,) * FEWEST, (2.19,) * FEWEST)
 
 
 @pytest.fixture
 def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A spec with an accepted kernel, and no compiler but one that refuses `BAD`."""
+    """Return the path of a spec that has an accepted kernel. A fake compiler refuses only `BAD`."""
     path = write_toy(tmp_path)
     run = runs.reopen(accepted_run(path))
     kept, recorded = tmp_path / "kernels", tmp_path / "recordings"
@@ -94,7 +94,7 @@ def start(spec: Path, **header: Any) -> runs.Run:
 
 
 def faster(spec: Spec, kernel: KernelSource) -> Measured:
-    """What the GPU gates say of an edit that is right and beats the kernel before."""
+    """Return the measurement of a correct edit that beats the original kernel."""
     found = measured(spec, kernel.program)
     rows = tuple(
         t.model_copy(
@@ -117,7 +117,8 @@ def no_faster() -> Rejected:
 
 
 class Gpu:
-    """Stands in for the GPU gates; what it was given to measure, and to beat."""
+    """A fake for the GPU gates. ``seen`` records each kernel to measure and the incumbent that it has to
+    beat."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[KernelSource, Incumbent | None]] = []
@@ -136,7 +137,7 @@ def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improv
 
 
 def keep(run_name: str, spec: Path) -> None:
-    """Accept an edit, as one who has looked; its spec lies beside it then."""
+    """Accept an edit, as a person who has looked at it, and put its spec beside it."""
     run = runs.reopen(run_name)
     with run.journal:
         outcome = result_of(run.journal, run.spec)
@@ -146,7 +147,7 @@ def keep(run_name: str, spec: Path) -> None:
 
 
 def optimized(spec: Path) -> str:
-    """A run whose edit was accepted; its name."""
+    """Make a run whose edit was accepted; return its name."""
     run = start(spec)
     with run.journal:
         assert isinstance(author(run, [fenced(edit(spec))], Gpu()).report, Accepted)
@@ -176,7 +177,7 @@ def test_tips_of_this_level_are_read_and_no_others(
     with run.journal:
         system = setup.task_of(run).opening().system
     assert "- Hoist it" in system and "per_row" not in system.partition("# Tips")[2]
-    assert "Unroll it" not in system  # it was learned on this very kernel
+    assert "Unroll it" not in system  # learned on this very kernel
 
 
 def test_a_failed_round_teaches_those_who_edit(spec: Path, tmp_path: Path) -> None:
@@ -190,7 +191,8 @@ def test_a_failed_round_teaches_those_who_edit(spec: Path, tmp_path: Path) -> No
 
 
 def test_an_edit_that_is_no_faster_teaches_what_to_leave_alone(spec: Path) -> None:
-    """The text that it should have beaten is what mends it: the kernel's own, then an edit that was kept."""
+    """The fix leads back to the text that the edit should have beaten: the kernel's own text, or an edit that
+    was kept."""
     ideas = [edit(spec, idea) for idea in ("slower", "quicker", "quickest")]
 
     def judge(spec: Spec, kernel: KernelSource, keep: object, kept: Incumbent | None) -> Measured | Rejected:
@@ -309,17 +311,17 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     beside.write_text(spec.read_text())
     assert problems("toy", accept.KERNELS, accept.KERNELS, edited=True) == []
     assert problems("toy", accept.KERNELS, accept.KERNELS) == []
-    assert len(read(accept.KERNELS, accept.RECORDINGS).runs) == 1  # an edit is counted apart
+    assert len(read(accept.KERNELS, accept.RECORDINGS).runs) == 1  # edits are counted separately
 
     assert base(load(spec)).kernel.edited == edit(spec)  # the next edit starts from this one
     replay = start(spec, provider="replay")
     with replay.journal:
         rival = setup.task_of(replay).rival()
-        assert rival is not None and rival.kernel.edited is None  # as the run that it plays back began
+        assert rival is not None and rival.kernel.edited is None  # as at the start of the replayed run
     own = accept.KERNELS / "toy.report.json"
     report = json.loads(own.read_text())
     own.write_text(json.dumps(report | {"date": "2099-01-01T00:00:00+00:00"}))
-    assert base(load(spec)).kernel.edited is None  # until the program was measured again
+    assert base(load(spec)).kernel.edited is None  # the program has a newer measurement
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs on disk: names that do not meet, the spec as it was, one process at a time."""
+"""Runs on disk: distinct names, the spec as it was at the start, one process at a time."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_spec_that_was_edited_is_another(runs_home: Path, tmp_path: Path, old:
     write_toy(runs_home / name, "name: toy\n", "# a comment\nname: toy\n").rename(
         runs_home / name / "spec.yaml"
     )
-    runs.reopen(name).journal.close()  # the refusal left nothing locked, and prose may change
+    runs.reopen(name).journal.close()  # the refusal left no lock, and comments may change
 
 
 def test_a_missing_spec_names_its_file(runs_home: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_runs_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_where_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runs.runs_dir() == Path(os.environ["CODA_AGENT_RUNS"]) != Path("runs")  # conftest.py sees to it
+    assert runs.runs_dir() == Path(os.environ["CODA_AGENT_RUNS"]) != Path("runs")  # set by conftest.py
     monkeypatch.delenv("CODA_AGENT_RUNS")
     assert runs.runs_dir() == Path("runs")
 

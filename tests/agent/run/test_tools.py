@@ -1,4 +1,4 @@
-"""The tools an author has on its way: what they say, what they keep, and how the loop takes their use."""
+"""The tools of an author: what they say, what they record, and how the loop handles their use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def author(run: runs.Run, *answers: Any, attempts: int = 6) -> tuple[Outcome, Sc
 
 
 def said(provider: Scripted) -> str:
-    """What the last request's last message says."""
+    """Return the text of the last message in the last request."""
     return provider.asked[-1][1][-1].text
 
 

@@ -1,4 +1,4 @@
-"""``coda-agent new``: what it writes loads and computes the same; what it refuses is named with its line."""
+"""``coda-agent new``: its spec loads and computes what the function computes; a refusal names the line."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def split(x, w, gain, H: int, G: int, W: int):
 def new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
-    """Runs ``coda-agent new`` beside ops.py, with ``answers`` on stdin."""
+    """Return a function that runs ``coda-agent new`` beside ops.py, with ``answers`` on stdin."""
     monkeypatch.chdir(tmp_path)
     Path("ops.py").write_text(OPS)
 
@@ -439,7 +439,7 @@ def test_tiles_of_unlike_widths_are_not_stacked(new: Command) -> None:
     assert done.status == 0 and "torch.stack((q, k), -1)" in done.err
 
 
-ROTATIONS = {  # and what becomes of cos and sin
+ROTATIONS = {  # bodies, and what happens to cos and sin
     "a, b = z.chunk(2, -1)\n    out = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)": (
         "stay as they are"
     ),
@@ -457,7 +457,8 @@ ROTATIONS = {  # and what becomes of cos and sin
 
 @pytest.mark.parametrize("body", ROTATIONS)
 def test_a_rotation_of_halves_says_what_becomes_of_cos_and_sin(new: Command, body: str) -> None:
-    """What it proposes computes the same, once the weight, cos and sin are interleaved as it says."""
+    """Once the weight, cos and sin are interleaved as the note says, the proposed code computes what the
+    function does."""
     lines = f"    z = x @ w.T\n    {body}\n    return out\n"
     Path("odd.py").write_text(f"import torch\ndef f(x, w, cos, sin, *, P: int = 8):\n{lines}")
     wide = "2*P" if "repeat" in ROTATIONS[body] else "P"
@@ -478,7 +479,8 @@ def test_a_rotation_of_halves_says_what_becomes_of_cos_and_sin(new: Command, bod
 
 
 def adjacent(said: str, reference: str) -> str:
-    """The reference as the notes would have it: the code that they end in, in place of what they name."""
+    """Return the reference with the changes that the notes propose. The code at the end of a note replaces
+    the code that the note names."""
     for line in said.splitlines():
         if line.startswith("note: ") and " write: " in line:
             words, code = line.split(" write: ")
@@ -553,7 +555,7 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
         ),
         (
             "def silu(a):\n    a = a * 2\n    return a\n\n\ndef f(x, w):\n    return silu(x @ w)\n",
-            "odd.py:7: ",  # not torch's
+            "odd.py:7: ",  # the file's silu, not torch's
             "silu is defined on line 1",
         ),
         (
@@ -649,7 +651,7 @@ def test_an_output_of_no_known_shape_is_asked_for(new: Command) -> None:
     assert done.status == 2 and "output 'out' has shape" in done.err and not Path("specs").exists()
 
 
-# operators that nobody prepared: the specs of benchmarks/operators.py are those that were authored
+# functions in benchmarks/operators.py, which have no spec in specs/
 
 
 @pytest.mark.parametrize("name", OPTIONS)

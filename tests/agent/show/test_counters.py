@@ -1,4 +1,4 @@
-"""Stored exports of Nsight Compute: what is read from them, and of which kernel it is."""
+"""Stored exports of Nsight Compute: which metrics are read, and to which kernel they belong."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ METRICS = {  # name: unit, the values of three launches
 
 
 def mangled(name: str) -> str:
-    """As CuTeDSL names a kernel of the class ``name``."""
+    """Return the name that CuTeDSL gives the compiled kernel of class ``name``."""
     return f"kernel_cutlass_kernel_coda_lowered_8a68ed9784a60c16{name}_object_at__TiledMMA_ThrLayoutVMNK_0"
 
 
 def launched(program: Program) -> list[str]:
-    """Classes of a program's first and last kernel, and the first again."""
+    """Return the class names of the program's first kernel, of its last kernel, and of the first again."""
     found = lower(program)
     first, last = found.gemms[0].name, found.vectors[-1].name
     return [first, last, first]
@@ -94,7 +94,7 @@ def identity(number: int, kernel: str) -> str:
 
 
 def raw(names: list[str], said: str = "# gemm_swiglu_bwd at 1B: M 16384, D 2048, F 5632") -> str:
-    """What ``ncu --csv --page raw`` and what it ran print together."""
+    """Return the combined output of ``ncu --csv --page raw`` and of the command that ncu runs."""
     rows = [
         "==PROF== Connected to process 4242 (/usr/bin/python3.11)",
         '==PROF== Profiling "kernel_cutlass_kernel_coda_lo..." - 0: 0%....50%....100% - 9 passes',
@@ -129,7 +129,7 @@ def test_a_raw_page(path: Path) -> None:
     assert step.values["read"] == pytest.approx(651.12e6) and step.values["written"] == pytest.approx(0.56e9)
     assert step.values["conflicts"] == 1_234_568 and step.values["ctas"] == 132
     assert step.values["tensor"] == pytest.approx(70.16) and "sm" not in step.values
-    assert list(step.stalls) == ["long scoreboard", "wait", "barrier", "gmma"]  # selected is no stall
+    assert list(step.stalls) == ["long scoreboard", "wait", "barrier", "gmma"]  # selected is not a stall
     assert finish.kernel.startswith("Finish") and finish.values["ctas"] == 2048
     assert step.floor and step.floor.reads["z"] == 369_098_752
 
@@ -179,12 +179,12 @@ def test_steps_are_told_apart_and_another_lowering_is_named(path: Path) -> None:
 
 
 def test_the_two_launches_of_a_split_step_are_told_apart(path: Path) -> None:
-    """The first's grid here is 132, the second's 2048."""
+    """In this export, the first launch has a grid of 132 CTAs, and the second a grid of 2048."""
     path.write_text(raw(["Step0"] * 3))
     first, second = found(path)
     assert (first.kernel, first.launches, second.launches) == ("Step0, part 1 of 2", 2, 1)
     assert (first.values["ctas"], second.values["ctas"]) == (132, 2048)
-    assert first.floor is second.floor is None  # the roofline is of the whole step
+    assert first.floor is second.floor is None  # the roofline covers the whole step
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_the_command_takes_the_export_beside_the_kernel(path: Path, monkeypatch:
 
     data = json.loads(show("--counters", "--json").output)
     assert [c["kernel"] for c in data["counters"]][0] == "Step0" and data["sass"] is None
-    assert data["counters"][0]["roofline"]["reads"]["z"] == 369_098_752  # at the export's case
+    assert data["counters"][0]["roofline"]["reads"]["z"] == 369_098_752  # for the case of the export
     assert "hardware counters, gemm_swiglu_bwd.counters.csv, case 1B" in show("--counters").output
     data = json.loads(show("--sass", "--case", "7B", "--json").output)
     assert data["sass"][0]["kernel"] == "Step0_0123456789ab" and data["counters"] is None
@@ -265,7 +265,7 @@ OTHER = {0: Schedule(tile_m=64, tile_n=64, cluster_m=1, cluster_n=2, evict_loads
 
 @pytest.fixture
 def kernel(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An accepted kernel with its report, beside its export."""
+    """Put an accepted kernel and its report beside its export; return the path of the kernel."""
     monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", lambda *given, **more: ())
     for suffix in ("program.json", "report.json"):
         there = KEPT.with_name(f"gemm_swiglu_bwd.{suffix}")
@@ -287,7 +287,7 @@ def shown(kernel: Path, *options: str) -> str:
 def test_what_is_counted_says_its_schedules(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line that the launching command prints is the one that is read."""
+    """The reader accepts the line that the launching command prints."""
 
     class Plan:
         def __init__(self, kernel: KernelSource, sizes: Any):
@@ -327,7 +327,7 @@ def test_counters_of_another_schedule_than_the_reports_say_so(path: Path, kernel
         counted_on(path, schedules)
         step, finish = json.loads(shown(kernel, "--json"))["counters"]
         assert step["other_schedule"] is other and step["schedule"] == counters.spelled(schedules[0])
-        assert finish["other_schedule"] is None and finish["schedule"] is None  # it has none
+        assert finish["other_schedule"] is None and finish["schedule"] is None  # has no schedule
         assert ("NOT as in" in " ".join(shown(kernel).split())) is other
     path.write_text(raw(launched(ACCEPTED)))  # an older export
     assert "not in this export" in " ".join(shown(kernel).split())
@@ -396,14 +396,16 @@ def test_the_command_and_an_author_find_an_edited_texts_export_beside_it(
 
 
 def test_the_filter_takes_the_names_of_kernels_as_they_are_compiled() -> None:
-    """In the objects themselves, of a program's own text and of an edited one."""
+    """The filter matches the kernel names in the object of an edited text, and the name of a program's own
+    kernel."""
     program = BACKWARD.program
     text, sizes, (probe, *_) = editable(program), {dim: 256 for dim in program.signature.dims}, PROBES
     kernel = KernelSource(program, edited=text)
     report(kernel, sizes, (probe,))
     lowered = kernel.lowered
     wanted = Wanted(lowered, lowered.gemms[0], probe, sizes)
-    # Of sections: elsewhere the host's compiler may cut a name into vectors as wide as this processor's.
+    # Only names of sections. Elsewhere the host's compiler may cut a name into vectors as wide as this
+    # processor's.
     names = set(re.findall(rb"\.text\.(kernel_cutlass_\w+)", wanted.path().read_bytes()))
     assert names and all(re.search(command.OURS.removeprefix("regex:").encode(), name) for name in names)
     export = Export(Path("x"), None, None, tuple((name.decode(), {"a__b": 1.0}) for name in names))
@@ -430,7 +432,8 @@ cat {answer}
 
 @pytest.fixture
 def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with Nsight Compute, played: what it lists and answers, and what it was asked."""
+    """Put a fake ``ncu`` on the PATH; return its folder. Files in the folder hold what ``ncu`` lists, what it
+    answers, and what it was asked."""
     listed = ["Device NVIDIA H100 (GH100)", "Metric Name   Metric Unit   Metric Description"]
     every = [*counters.wanted(), *(name for metric in counters.METRICS.values() for name in metric.names)]
     names = {name.partition(".")[0] for name in every} - {"sm__pipe_tensor_cycles_active"}
@@ -459,7 +462,7 @@ def test_profiling_compiles_first_and_names_the_export(ncu: Path, monkeypatch: p
     command.main(["gemm_swiglu_bwd", "--ncu", "--case", "1B", "--raw", str(text)])
     first, second = said
     assert "--compile-only" in first and second[0] == str(ncu / "ncu")
-    assert second[-len(first) + 1 :] == first[:-1]  # what ncu runs is what was compiled
+    assert second[-len(first) + 1 :] == first[:-1]  # ncu runs what was compiled
     asked = (ncu / "asked").read_text()
     assert "-k regex:coda_(lowered|edited)" in asked and "sm__pipe_tensor_cycles_active" not in asked
     assert counters.METRICS["tensor"].names[1] in asked
@@ -490,7 +493,7 @@ def test_the_schedules_of_a_report_beside_the_kernel(tmp_path: Path) -> None:
     program = ACCEPTED
     assert show.report_schedules(KEPT, program, "7B") == tuned_there("7B")
     assert show.report_schedules(KEPT, program, "of no such case") == {}
-    assert show.report_schedules(KEPT, two_steps(), "7B") == {}  # of another program
+    assert show.report_schedules(KEPT, two_steps(), "7B") == {}  # for another program
     assert show.report_schedules(tmp_path / KEPT.name, program, "7B") == {}  # no report there
     (tmp_path / "gemm_swiglu_bwd.report.json").write_text("{}")
     with pytest.raises(KernelError, match=r"gemm_swiglu_bwd\.report\.json: .*accept that kernel again"):

@@ -1,4 +1,5 @@
-"""What show says: expressions that compute what the program computes, tables, figures."""
+"""The command ``show``: its expressions compute what the program computes; its tables and figures are
+right."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from coda_agent.primitives.lang.signature import Signature
 
 
 def body(expression: str) -> Program:
-    """One fp32 output of a product ``a`` and an input ``x``."""
+    """Return a program whose fp32 output is ``expression``, over a product ``a`` and an input ``x``."""
     inputs = {"p": tensor("bf16", "M", "K"), "q": tensor("bf16", "K", "N"), "x": tensor("fp32", "M", "N")}
     signature = Signature("body", ("M", "K", "N"), inputs, {"o": tensor("fp32", "M", "N")})
     return kernel(signature, f'    a = gemm(p, q)\n    return {{"o": {expression}}}\n')
@@ -106,7 +107,7 @@ def test_columns_numbers_and_buffers_are_named_for_what_they_are() -> None:
         ("store", "dgamma = sum(partials0)", "fp32 [N]"),
     } <= lines
     (onehot,) = (text for _, text, _ in lines if "column_index" in text)
-    assert onehot == (  # the tile whose columns are numbered is not used a second time
+    assert onehot == (  # column_index shows the dim, and does not repeat the tile
         "dlogits = (exp(gemm(x, w.mT) - per_row(lse)) - where(column_index(V) == per_row(target), 1, 0)) "
         "* per_row(dloss)"
     )
@@ -118,7 +119,8 @@ def test_columns_numbers_and_buffers_are_named_for_what_they_are() -> None:
 
 
 def per_head(columns: int, heads: int) -> Any:
-    """A statistic [M, heads] over each head's columns; anything else again for each head."""
+    """Return a function that spreads a statistic [M, heads] over the columns of each head, and repeats
+    anything else for each head."""
 
     def spread(v: torch.Tensor) -> torch.Tensor:
         if v.ndim == 2 and v.shape[1] == heads:
@@ -135,7 +137,7 @@ SCOPE: dict[str, Any] = {
     "row_sums": lambda t: t.sum(-1), "column_sums": lambda t: t.sum(0), "row_max": lambda t: t.amax(-1),
     "row_abs_max": lambda t: t.abs().amax(-1), "column_abs_max": lambda t: t.abs().amax(0),
     "row_logsumexp": lambda t: t.logsumexp(-1),
-    # Where the index is out of range, nothing is written over what was there.
+    # An index out of range selects nothing, so the initial value stays.
     "row_select": lambda t, at: torch.stack(
         [row[int(i)] if 0 <= i < len(row) else torch.tensor(-math.inf) for row, i in zip(t, at, strict=True)]
     ),
@@ -149,7 +151,7 @@ SCOPE: dict[str, Any] = {
 
 
 def evaluate(program: Program, inputs: dict[str, torch.Tensor], sizes: dict[str, int]) -> dict[str, Any]:
-    """Run the shown text itself as Python over PyTorch, each step on the names that it loads."""
+    """Run the shown text as Python over PyTorch. Each step sees only the names that it loads."""
     known: dict[str, Any] = {k: v.float() for k, v in inputs.items()}
     heads = sizes.get("H", 1)
     scope = SCOPE | sizes | {"per_head": per_head(2 * heads * sizes["P"] if "P" in sizes else 1, heads)}
@@ -167,7 +169,7 @@ def evaluate(program: Program, inputs: dict[str, torch.Tensor], sizes: dict[str,
 
 
 def draw(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Normal values; indices from two below the range of columns to two past it."""
+    """Draw normal values. Integer inputs are indices, from two below the range of columns to two above."""
     torch.manual_seed(0)
     drawn = {}
     for name, t in program.signature.inputs.items():

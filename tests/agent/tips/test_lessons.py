@@ -1,4 +1,4 @@
-"""What a run teaches, from real journals, and the command that puts it into the log."""
+"""What a run teaches, read from real journals, and the command that adds a lesson to the log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ BROKEN_FIX = '-`return {"c": gemm(a) * per_row(v)}` +`return {"c": gemm(a, b) * 
 
 @pytest.fixture
 def author(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., str]:
-    """A real run with these answers, its journal then opened for more; its name."""
+    """Return a function that makes a real run with the given answers, and returns the run's name. ``more``
+    may add events to the journal of the run."""
 
     def write(*sources: str, more: Callable[[Journal], object] = lambda journal: None) -> str:
         run = runs.start(write_toy(tmp_path), HEADER | {"provider": "handoff", "author": "Ada"})
@@ -137,7 +138,7 @@ def test_a_gate_on_the_gpu_is_passed_only_where_it_ran(runs_home: Path, tmp_path
     with runs.reopen(name).journal as journal:
         first = next(e.payload for e in journal.events() if e.key == "report/1")
         journal.once("report/2", "report", lambda: first | {"source": TOY_KERNEL})
-    assert learned(name).failures == ()  # the second is checked, not measured
+    assert learned(name).failures == ()  # the second is checked, but not measured
     report = {**first["report"], "gates": [*first["report"]["gates"], {"gate": "decision", "seconds": 0.0}]}
     with runs.reopen(name).journal as journal:
         journal.once("report/3", "report", lambda: first | {"report": report, "source": TOY_KERNEL})
@@ -161,7 +162,7 @@ def test_a_run_that_cannot_be_read(author: Callable[..., str]) -> None:
         learned(name)
 
 
-# what its author proposed
+# what a run's author proposed
 
 
 def test_an_authors_tip_is_of_the_failure_that_it_names(author: Callable[..., str]) -> None:

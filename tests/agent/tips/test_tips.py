@@ -1,4 +1,5 @@
-"""The tips log: entries read in order, mistakes named with their line, edits that change one entry alone."""
+"""The tips log: entries are read in order, a mistake is named with its line, an edit changes only one
+entry."""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ def test_a_run_may_leave_out_accepted_tips_and_hold_others(log: Path) -> None:
     ]
 
 
-# edits leave the rest as it was
+# an edit leaves the rest unchanged
 
 
 @pytest.mark.parametrize(
@@ -298,7 +299,7 @@ def test_the_same_lesson_merges(log: Path, lesson: str) -> None:
     changed = [line for line in log.read_text().splitlines() if line not in before.splitlines()]
     assert len(changed) == 4 and len(read_tips(log)) == 2
     after = log.read_text()
-    assert add(more, log).merged and log.read_text() == after  # and once is enough
+    assert add(more, log).merged and log.read_text() == after  # a second time changes nothing
 
 
 def test_another_lesson_of_the_same_failure_is_a_tip_of_its_own(log: Path) -> None:
@@ -311,7 +312,7 @@ def test_another_lesson_of_the_same_failure_is_a_tip_of_its_own(log: Path) -> No
     spaced = LOG.replace("- spec: gemm_chain", "- spec:   gemm_chain ")
     log.write_text(spaced)
     assert add(Lesson("Spread a row sum only in a later gemm", *same), log).merged
-    assert log.read_text() == spaced  # nothing new, nothing written otherwise
+    assert log.read_text() == spaced  # nothing is new, so nothing is written
     change("tip-1", log, state=RETIRED)
     added = add(Lesson("Something else", *same), log)
     assert (added.merged, added.tip.id, added.tip.state) == (False, "tip-3", PROPOSED)
@@ -351,7 +352,7 @@ def test_processes_that_change_it_at_once_lose_nothing(log: Path) -> None:
     assert sorted(added) == sorted(f"Lesson {turn} of {number}" for turn in range(5) for number in range(4))
     assert [tip.id for tip in read_tips(log)] == [f"tip-{number}" for number in range(1, 23)]
     left = {path.name for path in log.parent.iterdir()}
-    assert left == {log.name, "go", *(f"ready-{number}" for number in range(4))}  # no lock beside the log
+    assert left == {log.name, "go", *(f"ready-{number}" for number in range(4))}  # no lock is left
 
 
 def test_a_place_that_is_no_folder_is_named(log: Path) -> None:

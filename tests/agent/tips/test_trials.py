@@ -1,4 +1,5 @@
-"""Measuring tips: equal arms, verdicts that an interval bears out, real runs that a second call resumes."""
+"""Measuring tips: both arms get the same runs, an interval decides a verdict, and a second call resumes real
+runs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ KNOWN = [tip(1), tip(2, state=PROPOSED), tip(3), tip(4, state=RETIRED)]
 
 @dataclass
 class Fake:
-    """Needs as many attempts as a list says, by arm; keeps what it was asked."""
+    """An author that needs the listed numbers of attempts, by arm, and records what it was asked."""
 
     measured: str
     needs: dict[bool, list[int | None]]
@@ -66,7 +67,7 @@ def test_both_arms_have_the_same_specs_as_often_and_take_turns() -> None:
             assert author.asked.count((spec.stem, arm)) == 4
     pairs = list(zip(author.asked[::2], author.asked[1::2], strict=True))
     assert all(one[0] == other[0] and one[1] != other[1] for one, other in pairs)
-    for spec in PAIR:  # each arm is ahead as often
+    for spec in PAIR:  # each arm goes first equally often
         assert sum(one[1] == with_tip for one, _ in pairs if one[0] == spec.stem) == 2
 
 
@@ -116,14 +117,14 @@ def test_a_verdict_takes_an_interval_without_zero(with_tip: int, without: int, o
     assert effect.verdict == verdict
     trial = TipMeasurement("tip-1", effect, Effect(of, 0, of))
     assert trial.verdict == verdict
-    written = tip(1, measured=str(trial))  # the log reads what a trial writes
+    written = tip(1, measured=str(trial))  # the log can read the figures that a trial writes
     assert (written.verdict, written.difference) == (verdict, round(effect.difference.estimate, 2))
 
 
 def test_runs_share_a_budget_equally() -> None:
     whole = RunLimits(tokens=1_000_000, dollars=5.0, gpu_seconds=600.0, seconds=3600.0)
     assert part(whole, 20) == RunLimits(50_000, 0.25, 30.0, 180.0)
-    assert part(RunLimits(dollars=0.3), 3) == part(RunLimits(dollars=0.1), 1)  # so that runs are found again
+    assert part(RunLimits(dollars=0.3), 3) == part(RunLimits(dollars=0.1), 1)  # finds old runs again
     assert part(RunLimits(), 20) == RunLimits()
 
 
@@ -151,7 +152,7 @@ LESSON = "Give gemm both operands"
 
 @dataclass
 class Taught:
-    """A provider whose first answer is right only where the prompt has the lesson."""
+    """A provider whose first answer is right only if the prompt contains the lesson."""
 
     asked: list[str]
     fails_after: int | None = None
@@ -238,7 +239,7 @@ def test_a_handoffs_prompt_is_named(tmp_path: Path) -> None:
 
 def test_a_budget_is_that_of_all_runs(taught: Taught, tmp_path: Path) -> None:
     given = ["--budget-tokens", 100_000, "--budget-dollars", 1, "--budget-seconds", 2000]
-    given += ["--model", "claude-opus-4-5"]  # dollars are reserved by its price
+    given += ["--model", "claude-opus-4-5"]  # this model's price reserves the dollars
     result = command(tmp_path, "tip-1", "tip-2", "--runs", 2, *given)
     assert "8 runs: 2 tips x 2 with the tip and 2 without; each may cost 12,500 tokens, $0.125, 250 s" in (
         result.stdout
@@ -282,7 +283,7 @@ def test_runs_with_another_prompt_or_limit_are_not_counted(taught: Taught, tmp_p
     assert len(runs.names()) == 6
     tips.TIPS.write_text(tips.TIPS.read_text().replace(LESSON, f"{LESSON}, always"))
     assert command(tmp_path, "tip-1", "--runs", 1).exit_code == 0
-    assert len(runs.names()) == 7  # those without it are as they would be now
+    assert len(runs.names()) == 7  # the run without the tip is reused, because its prompt is the same
 
 
 def test_a_run_that_cannot_be_read_is_in_nobodys_way(taught: Taught, tmp_path: Path, runs_home: Path) -> None:
@@ -301,7 +302,7 @@ def test_a_recording_cannot_tell(taught: Taught, tmp_path: Path, monkeypatch: py
 
 def test_a_budget_that_ends_a_run_is_no_pass(taught: Taught, tmp_path: Path) -> None:
     result = command(tmp_path, "tip-1", "--runs", 1, "--budget-tokens", 2 * USAGE.total)
-    # the first answer is asked for, the second is more than a run's half of the budget has
+    # Half of the budget is enough for a run's first answer, but not for its second.
     assert len(taught.asked) == 2
     assert "without tip-1: did not pass: the run's part of the budget ended it after 1 attempt (" in (
         result.output
@@ -311,7 +312,7 @@ def test_a_budget_that_ends_a_run_is_no_pass(taught: Taught, tmp_path: Path) -> 
 
 def test_a_run_that_its_budget_ends_before_any_answer_is_no_pass(taught: Taught, tmp_path: Path) -> None:
     taught.fails_after, taught.failure = 0, OutOfBudget("too little for one answer")
-    result = command(tmp_path, "tip-1", "--runs", 1)  # the run with the tip is the first
+    result = command(tmp_path, "tip-1", "--runs", 1)  # the run with the tip comes first
     assert result.exit_code == 0 and "with tip-1: did not pass" in result.output
     assert read_tips(tips.TIPS)[0].measured.startswith("undecided: 0/1 with, 0/1 without")
 
