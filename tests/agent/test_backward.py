@@ -19,7 +19,7 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
-#: Operators, and the output behind which the next product is, of every kind of forward.
+#: Operators of every kind of forward, each with the output that the next product reads, if there is one.
 PAIRS = [
     ("gemm_alpha_residual", None), ("gemm_bias_gelu", None), ("gemm_bias_gelu", "act"), ("gemm_geglu", "act"),
     ("gemm_layernorm", None), ("gemm_partial_cross_entropy_unstored", None), ("gemm_qk_norm_rope", None),

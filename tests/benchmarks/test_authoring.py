@@ -14,7 +14,7 @@ from coda_agent.agent.scaffold import ScaffoldOptions, new
 from coda_agent.verifier.loading import load
 
 FOLDER = ROOT / "benchmarks" / "authoring"
-FP8 = {"fp8_relu2", "fp8_gate_residual"}  # a person added baselines with torch._scaled_mm
+FP8 = {"fp8_relu2", "fp8_gate_residual"}  # these have other baselines, with torch._scaled_mm
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
 PROGRAMS = accepted_programs(KERNELS, SMALL)
-WORSE = 1.5  # largest accepted error, as a multiple of the plain bf16 layer's
+WORSE = 1.5  # largest accepted error, as a multiple of the error of the plain bf16 layer
 
 
 def fused(shape: Shape, weights: Weights, next_norm: Tensor) -> HandArranged:

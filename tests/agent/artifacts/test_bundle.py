@@ -53,7 +53,7 @@ pytestmark = [pytest.mark.usefixtures("runs_home"), pytest.mark.slow]
 
 
 class Cut(Exception):
-    """Raised in place of the loss of the measuring machine."""
+    """Raised to simulate the loss of the measuring machine."""
 
 
 class Gpu:

@@ -1,6 +1,6 @@
 """The command line: exit statuses, one clear message for each mistake, and nothing but JSON on stdout.
 
-Most tests run ``agent.cli.main.main`` in this process. A real process also tests each exit status once.
+Most tests run ``agent.cli.main.main`` in this process. The last tests start real processes.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def test_commands_end_by_one_message(spec: Path, tmp_path: Path, command: Comman
 
 
 def test_one_place_reads_records() -> None:
-    """In this package only record.py and journal.py read records; another reader would see unchecked
-    records."""
+    """In this package, only record.py and journal.py read records. Any other module would read records that
+    nobody has checked."""
     for path in sorted(Path(record.__file__).parent.rglob("*.py")):
         if path.name not in ("record.py", "journal.py"):
             text = path.read_text(encoding="utf-8")

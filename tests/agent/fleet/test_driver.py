@@ -1,4 +1,4 @@
-"""A sweep's driver, and bundles, on GPUs: measurements that begin again, GPUs that leave, keys that stay with
+"""The GPUs of a sweep or a bundle: measurements that begin again, GPUs that leave, and a key that stays with
 the driver.
 
 Slots run in this process. Checks are real except for the compiler; the figures of a GPU are made up.
@@ -127,7 +127,7 @@ def test_a_gpu_that_fails_its_controls_stays_out_until_it_is_readmitted(toy: Pat
 
 
 def test_a_gpu_that_fails_its_controls_once_stays(toy: Path) -> None:
-    """Noise may disturb a fleet's only GPU for a moment."""
+    """A moment of noise must not remove a fleet's only GPU."""
     bad = iter([True])
 
     def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured | Unmeasured:

@@ -97,7 +97,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     before = os.environ.get("PYTHONPATH", "")
-    os.environ["CODA_AGENT_VERSION"] = "as tested"  # ignores edits of the project during the test
+    os.environ["CODA_AGENT_VERSION"] = "as tested"  # edits of the project during the test do no harm
     os.environ["PYTHONPATH"] = os.pathsep.join([before, str(SUPPORT)])
     os.environ["ANTHROPIC_API_KEY"] = (
         "sk-ant-fake-of-the-cluster"  # as if somebody had started the raylet with a key

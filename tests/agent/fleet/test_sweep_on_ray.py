@@ -49,7 +49,7 @@ def cluster(cores: int) -> Iterator[Any]:
 def lasting() -> Iterator[Any]:
     """One cluster for all sweeps that lose no node."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CODA_AGENT_VERSION", "as tested")  # ignores edits of the project during the test
+        patch.setenv("CODA_AGENT_VERSION", "as tested")  # edits of the project during the test do no harm
         with cluster(1) as made:
             yield made
 
@@ -71,7 +71,7 @@ def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # ignores edits of the project during the test
+    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # edits of the project during the test do no harm
     toy, said = write_toy(tmp_path), ""
     logs = []
     with FakeMessages(*[answer(fenced(TOY_KERNEL))] * 9) as api:

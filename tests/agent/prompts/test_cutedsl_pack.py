@@ -90,8 +90,8 @@ INVENTED = ["cute.arch.no_such_thing", "primitives.device.no_such_module"]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the names that are ``missing``, and SASS. The SASS is that of the ``step`` and the ``finish`` as
-    the examples edit them, and of the toy's ``early`` finishing kernel."""
+    """Return the names that are ``missing``, the SASS of the ``step`` and the ``finish`` as the examples edit
+    them, and the SASS of the toy's ``early`` finishing kernel."""
     scratch = tmp_path_factory.mktemp("pack")
     environment = os.environ | {
         "CODA_AGENT_CACHE": str(scratch),

@@ -1,7 +1,7 @@
 """The `claude` command as an author. A stand-in on the PATH replaces the command and is run in the same way.
 
 The stand-in prints copies of what Claude Code 2.1.330 printed on 2026-11-22 (`claude_says.py`). The account
-is the last of these lines; it states the result and the cost. Not copied are the cases in which the command
+is the last of these lines; it states the result and the cost. No copies are the cases in which the command
 dies, fails while it executes, or prints no account.
 """
 
@@ -223,7 +223,7 @@ def test_an_outage_is_outlived(plan: Plan, ledger: BudgetLedger) -> None:
     assert turn.text == "Here it is. " and len(waits) == 4 and json.loads((here / "plan.json").read_text())
     assert 0.75 <= waits[0] <= 1 and waits == sorted(waits)  # each wait is about twice as long as the last
     assert "claude ended with status 1: API Error: Connection to the API was lost" in "".join(heard)
-    told = ledger.spent()  # two have an unknown cost, two were refused, and the loop settles the last
+    told = ledger.spent()  # two requests have an unknown cost, two were refused, the loop settles the last
     assert told.uncertain_tokens == (2 + 1) * (tokens("S") + tokens(TASK[0].text) + 32_000)
     assert told.tokens == told.uncertain_tokens and told.dollars == 0
 
@@ -368,7 +368,7 @@ def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: BudgetLedger) -> 
     make("claude-code").next_turn(Question("S", TASK, meter=ledger))
     left = 5000 - tokens("S") - tokens(TASK[0].text)
     assert kept(here)["env"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(left)
-    with pytest.raises(OutOfBudget, match="5,000 of 5,000 tokens"):  # the first is not settled
+    with pytest.raises(OutOfBudget, match="5,000 of 5,000 tokens"):  # the first request is not settled
         make("claude-code").next_turn(Question("S", TASK, meter=ledger))
     ledger.limits = RunLimits(tokens=10_000)
     plan(printed(*CUT_FOUR_TIMES))

@@ -1,4 +1,4 @@
-"""Text from files is shown as text: no terminal obeys it, and nobody interprets it as markup."""
+"""Text from files is shown as text: no terminal obeys it, and no markup in it is interpreted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Several candidates at once: real processes, which handoff answers, and which are stopped, interrupted and
-killed."""
+"""Several candidates at once, in real processes. Handoff answers them; the tests stop, interrupt and kill
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The state of past runs, read from their journals, which stay with the processes that have them open."""
+"""The state of past runs, read from their journals. The reader takes no journal from the process that has it
+open."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def toy(runs_home: Path, tmp_path: Path, no_compiler: None) -> Path:
 
 
 class Gpu:
-    """A fake for the GPU gates. ``faster`` lists which changes are faster; ``kept`` records what each had to
-    beat."""
+    """A fake for the GPU gates. ``faster`` lists whether each change is faster; ``kept`` records which kernel
+    each change had to beat."""
 
     def __init__(self, *faster: bool):
         self.faster = list(faster)
@@ -186,7 +186,7 @@ def test_a_kernel_with_schedules_can_be_accepted_and_stands(toy: Path, tmp_path:
     assert problems("toy", tmp_path, tmp_path) == []
 
 
-# measured elsewhere
+# measurement on another machine
 
 
 def test_a_change_travels_with_what_it_has_to_beat(

@@ -186,7 +186,7 @@ def test_an_edit_killed_at_every_event(
     for attempt in (1, 2):
         kills.around(f"answer/{attempt}", RESERVING)
         kills.around(f"report/{attempt}")
-        assert kills.end() == OK and kept(name) == kills.done  # it awaits its measurement
+        assert kills.end() == OK and kept(name) == kills.done  # the attempt awaits its measurement
         imports = results(name, attempt, tmp_path / "results.json")
         kills.around(f"measurement/{attempt}", NOTHING, *imports)
         assert kills.end(*imports) == OK and kept(name) == kills.done

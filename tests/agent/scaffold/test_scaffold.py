@@ -267,7 +267,7 @@ def test_numbers_become_constants_dims_or_text(new: Command) -> None:
     Path("heads.py").write_text(HEADS)
     given = ["--shape", "x=M,K", "--shape", "w=H*W+2*G*W,K", "--shape", "gain=W"]
     assert new("heads.py:split", *given, "--no-input", "--out", "heads.yaml").status == 0
-    assert load(Path("heads.yaml"), check=False).static == ("H", "G", "W")  # what no shape tells, and heads
+    assert load(Path("heads.yaml"), check=False).static == ("H", "G", "W")  # no shape gives H, G; heads use W
     assert "0.6931471805599453 * q" in Path("heads.yaml").read_text()
     spec, text = made(new, "two")
     assert spec.constants == {"alpha": 0.5} and list(spec.outputs) == ["h", "out1"]

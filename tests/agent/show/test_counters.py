@@ -43,7 +43,7 @@ IDENTITY = (
     '"Device","CC"'
 )
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-METRICS = {  # name: unit, the values of three launches
+METRICS = {  # name: unit, then the values of three launches
     "dram__bytes_read.sum": ("Mbyte", "650.12", "1.44", "652.12"),
     "dram__bytes_write.sum": ("Gbyte", "0.56", "0.00", "0.56"),
     "gpu__time_duration.sum": ("usecond", "663.42", "7.42", "653.42"),
@@ -494,7 +494,7 @@ def test_the_schedules_of_a_report_beside_the_kernel(tmp_path: Path) -> None:
     assert show.report_schedules(KEPT, program, "7B") == tuned_there("7B")
     assert show.report_schedules(KEPT, program, "of no such case") == {}
     assert show.report_schedules(KEPT, two_steps(), "7B") == {}  # for another program
-    assert show.report_schedules(tmp_path / KEPT.name, program, "7B") == {}  # no report there
+    assert show.report_schedules(tmp_path / KEPT.name, program, "7B") == {}  # the folder has no report
     (tmp_path / "gemm_swiglu_bwd.report.json").write_text("{}")
     with pytest.raises(KernelError, match=r"gemm_swiglu_bwd\.report\.json: .*accept that kernel again"):
         show.report_schedules(tmp_path / KEPT.name, program, "7B")

@@ -412,7 +412,7 @@ def test_a_lesson_may_be_long_enough(log: Path) -> None:
     assert add(replace(LESSON, lesson=lesson), log).tip.lesson == read_tips(log)[-1].lesson == lesson
 
 
-# what is dropped first
+# the tips that a prompt drops first
 
 
 def measured(number: int, verdict: str, difference: str) -> Tip:

@@ -124,7 +124,7 @@ def test_a_verdict_takes_an_interval_without_zero(with_tip: int, without: int, o
 def test_runs_share_a_budget_equally() -> None:
     whole = RunLimits(tokens=1_000_000, dollars=5.0, gpu_seconds=600.0, seconds=3600.0)
     assert part(whole, 20) == RunLimits(50_000, 0.25, 30.0, 180.0)
-    assert part(RunLimits(dollars=0.3), 3) == part(RunLimits(dollars=0.1), 1)  # finds old runs again
+    assert part(RunLimits(dollars=0.3), 3) == part(RunLimits(dollars=0.1), 1)  # old runs are found again
     assert part(RunLimits(), 20) == RunLimits()
 
 
@@ -198,7 +198,7 @@ def test_a_tip_is_measured_by_real_runs(taught: Taught, tmp_path: Path) -> None:
     assert (len(with_tip), len(without)) == (2, 2)
     assert {header["attempts"] for header in headers()} == {2}
     assert sum(LESSON in system for system in taught.asked) == 2
-    assert sum(LESSON not in system for system in taught.asked) == 4  # two attempts each
+    assert sum(LESSON not in system for system in taught.asked) == 4  # two attempts for each run
     for header in headers():
         _, events = glance(runs.runs_dir() / header["run"] / "journal.db")
         asked = next(e.payload for e in events if e.kind == "prompt")
@@ -239,7 +239,7 @@ def test_a_handoffs_prompt_is_named(tmp_path: Path) -> None:
 
 def test_a_budget_is_that_of_all_runs(taught: Taught, tmp_path: Path) -> None:
     given = ["--budget-tokens", 100_000, "--budget-dollars", 1, "--budget-seconds", 2000]
-    given += ["--model", "claude-opus-4-5"]  # this model's price reserves the dollars
+    given += ["--model", "claude-opus-4-5"]  # its price is needed to reserve dollars
     result = command(tmp_path, "tip-1", "tip-2", "--runs", 2, *given)
     assert "8 runs: 2 tips x 2 with the tip and 2 without; each may cost 12,500 tokens, $0.125, 250 s" in (
         result.stdout
