@@ -1,4 +1,4 @@
-"""A step in two launches: who gets which rows, and who waits for whom."""
+"""A split step runs in two launches: the rows of each launch, and the order of the launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def waves(rows: int, columns: int, schedule: Schedule, clusters: int) -> int:
 def test_no_other_share_ends_sooner(rows: int, columns: int, first: int, second: int) -> None:
     taken = share((rows, columns), SPLIT, first, second)
     high, wide = ceil(rows / 128), ceil(columns / 128)
-    assert taken == rows or (0 < taken < rows and taken % 256 == 0 and second)  # whole clusters' tiles
+    # the first launch takes whole clusters' tiles
+    assert taken == rows or (0 < taken < rows and taken % 256 == 0 and second)
 
     def longest(tiles: int) -> int:
         rest = waves(high - tiles, wide, SPLIT.rest, second) if tiles < high else 0
@@ -35,7 +36,8 @@ def test_no_other_share_ends_sooner(rows: int, columns: int, first: int, second:
 
 
 def test_an_h100s_shares() -> None:
-    """30 clusters of four and 6 of two; the few, who start last, only save the others a wave."""
+    """An H100 has room for 30 clusters of four CTAs and then 6 of two. The second launch starts last, so it
+    gets rows only if that saves the first launch a wave."""
     assert share((16384, 5632), SPLIT, 30, 6) == 16384 - 8 * 128
     assert share((16384, 12288), SPLIT, 30, 6) == 16384 - 10 * 128
     assert share((128, 4096), SPLIT, 30, 6) == 128  # less than a wave
@@ -43,7 +45,8 @@ def test_an_h100s_shares() -> None:
 
 
 def test_one_thread_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the second launch of one changes another's plain kernel must not see."""
+    """While one thread traces a second launch, griddepcontrol is replaced. A plain kernel that another thread
+    traces must not see the replacement."""
     from cutlass.experimental import primitives as prims
 
     usual, seen, inside, done = prims.griddepcontrol, list[object](), Event(), Event()
@@ -60,7 +63,7 @@ def test_one_thread_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert prims.griddepcontrol is not usual
         inside.set()
         assert not done.wait(0.2)
-        with ordered(Schedule()):  # the same thread may
+        with ordered(Schedule()):  # the thread that replaced it may trace other kernels
             pass
     thread.join(10)
     assert seen == [usual] and prims.griddepcontrol is usual
@@ -76,7 +79,7 @@ def test_the_second_launch_starts_with_the_first_and_ends_after_it(monkeypatch: 
     expected = {
         SPLIT._replace(split=False): [wait, launch],
         SPLIT: [wait, launch, launch],
-        SPLIT.rest: [wait],  # where a block lets the next grid start otherwise: at its end
+        SPLIT.rest: [wait],  # the launch is missing: the next grid starts when a block ends
     }
     for schedule, order in expected.items():
         said.clear()

@@ -1,4 +1,5 @@
-"""The Transformer's chains: their derived backwards against fp64 autograd, and their products."""
+"""The derived backwards of the Transformer's chains agree with fp64 autograd and have the expected number of
+products."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ CHAINS = {
     "head": (chains.head(), ("lse", "target_logit"), 3),
     "head_cap": (chains.head(cap=True), ("lse", "target_logit"), 3),
 }
-FIXED = ("eps", "turned", "cos_sin", "cap", "target")  # nobody asks for their gradients
+FIXED = ("eps", "turned", "cos_sin", "cap", "target")  # inputs without a requested gradient
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -1,4 +1,5 @@
-"""What a derived backward stores, computes again and moves, and where its sums ride."""
+"""The choices of a derived backward: which values it stores or recomputes, how many bytes it moves, and which
+step computes each sum."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def mlp(rows: int = SIZES["M"], **asked: Any) -> tuple[Program, Derived]:
 
 
 def agrees(program: Program, derived: Derived) -> bool:
-    """Whether the gradients are autograd's."""
+    """Return whether the derived gradients equal autograd's."""
     random = torch.Generator().manual_seed(0)
     leaves = {
         n: torch.randn([d(SMALL) for d in t.shape], generator=random, dtype=torch.float64)
@@ -45,8 +46,12 @@ def agrees(program: Program, derived: Derived) -> bool:
 
 @pytest.mark.parametrize(("rows", "beside", "stored"), [(16384, "h", "d_h"), (2**20, "w_up", "d_w_up")])
 def test_the_norm_weights_gradient_rides_where_it_moves_least(rows: int, beside: str, stored: str) -> None:
-    """dgamma = column_sums(d * h), with d = dzs @ w_up, whose step reads h and writes sums for each tile of
-    rows; or column_sums(p * w_up), with p = dzs' @ h, whose step then reads the weight."""
+    """There are two ways to compute dgamma, and derive takes the one that moves fewer bytes.
+
+    In ``column_sums(d * h)``, ``d = dzs @ w_up``; the step of this product also reads h and writes sums for
+    each tile of rows. In ``column_sums(p * w_up)``, ``p = dzs' @ h``; the step of this product also reads the
+    weight.
+    """
     _, derived = mlp(rows)
     program = derived.program
     assert program is not None
@@ -60,13 +65,14 @@ def test_the_norm_weights_gradient_rides_where_it_moves_least(rows: int, beside:
 
 
 def test_one_value_in_place_of_another_is_tried() -> None:
-    """With room for act alone, act is stored: hg, which is smaller, saves as many FLOPs but fewer bytes."""
+    """If the limit leaves room for act alone, act is stored. Storing the smaller hg would save as many FLOPs
+    but fewer bytes."""
     program, derived = mlp(save_bytes=12_000)
     assert "act" in derived.stored and not derived.saves and agrees(program, derived)
 
 
 def test_a_whole_layer_takes_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs about ten milliseconds, and a derivation takes under a second."""
+    """A plan costs about ten milliseconds, and a derivation should take less than a second."""
     tried: list[BackwardPlan] = []
     made = PlannedBackward.derive
 
@@ -97,7 +103,7 @@ def test_no_plan_is_below_the_bound() -> None:
         count = ledger.count(derived.program, derived.head, SIZES)
         assert derived.bound.flops <= count.flops and derived.bound.least <= count.least
         products = 2 * SIZES["M"] * SIZES["D"] * SIZES["F"]
-        assert derived.bound.flops == 6 * products  # two products of each of the three weights' [D, F]
+        assert derived.bound.flops == 6 * products  # each of the three [D, F] weights has two products
 
 
 @pytest.mark.parametrize(
@@ -105,8 +111,8 @@ def test_no_plan_is_below_the_bound() -> None:
     [
         (None, set()),
         (2 * 3 * 5632 + 4, set()),
-        (2 * 2 * 5632 + 4, {"act"}),  # z and rstd are kept
-        (4, {"act", "z"}),  # rstd alone
+        (2 * 2 * 5632 + 4, {"act"}),  # z and rstd are stored
+        (4, {"act", "z"}),  # only rstd is stored
     ],
 )
 def test_what_is_stored_fits_the_limit(limit: int | None, again: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Derived backwards against fp64 autograd: every committed program, random ones, and wrong rules."""
+"""Derived backwards agree with fp64 autograd, for every committed program and for random programs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from coda_agent.verifier.numerics.values import trial
 REFUSED = {n: "dtype" for n in SHIPPED if "fp8" in n} | {
     "gemm_grad_accumulate": "updates", "gemm_gathered_swiglu": "wrt",
 }  # fmt: skip
-#: Outputs without a gradient of their own.
+# outputs that have no gradient of their own
 STATISTICS = {("gemm_row_abs_max", "amax"), ("gemm_qk_norm_rope", "rstd"), ("gemm_qk_norm_rope_eps", "rstd")}
-#: Inputs that many heads read, in ways that no primitive adds up.
+# inputs that many heads read in a way whose gradients no primitive can add up
 LEFT = {n: {"cos_sin"} for n in SHIPPED if n.endswith("_rope")} | {
     "gemm_qk_norm_rope": set(), "gemm_qk_norm_rope_eps": {"eps"},
     "gemm_rmsnorm_qkv_norm_rope": {"cos_sin", "eps"},
@@ -121,7 +121,7 @@ def test_what_has_no_derivative_says_why() -> None:
 
 
 def mlp() -> Program:
-    """A pre-norm SwiGLU MLP with its residual, as a graph."""
+    """Return the graph of a pre-norm SwiGLU MLP with its residual."""
     inputs = {
         "h": tensor("M, D"),
         "gamma": tensor("D"),
@@ -155,7 +155,7 @@ def test_the_backward_of_a_whole_mlp_is_one_program_of_four_products() -> None:
     steps = cut(derived.program)
     assert len(steps.gemms) == 4
     nodes = derived.program.nodes
-    # One sum one product early, the only tile kept is dz * rstd, and no product reads the normalised stream.
+    # The first product has one sum and stores one tile, dz * rstd. No product reads the normalised stream.
     (first, *rest) = steps.gemms
     assert [nodes[i].op for i in first.reductions] == ["row_sums"]
     assert [nodes[i].op for i in first.stores] == ["multiply"]
@@ -203,7 +203,8 @@ def test_behind_a_product_it_moves_no_more_than_by_hand(forward: str, output: st
     first = cut(made).gemms[0]
     own = cut(by_hand).gemms[0]
     assert len(first.stores) <= len(own.stores) and len(first.loads) <= len(own.loads)
-    assert len(cut(made).gemms) == len(cut(by_hand).gemms) + 2  # and the products that read dz
+    # by hand, the two products that read dz are separate kernels
+    assert len(cut(made).gemms) == len(cut(by_hand).gemms) + 2
 
 
 def test_logits_that_are_not_stored_ride_on_their_product_again() -> None:
@@ -238,7 +239,8 @@ SHAPE = signature(INPUTS, {"y": tensor("M, 2*H*P"), "v": tensor("M", "fp32")}, s
 
 
 def agrees(body: tuple[str, ...], end: str) -> float:
-    """The worst error of the gradients of x, w, e, r and c; they are as far as autograd can tell."""
+    """Return the largest error of the gradients of x, w, e, r and c. A gradient that autograd does not
+    compute is left out."""
     lines = ["t = gemm(x, w.mT)", *(f"t = {each}" for each in body), f'return {{"y": t, {end}}}']
     made = Trace(SHAPE)
     scope = {n: getattr(__import__("coda_agent.primitives", fromlist=["x"]), n) for n in VOCABULARY}
@@ -281,7 +283,7 @@ def worst(program: Program) -> float:
 
 @pytest.mark.slow
 def test_random_programs_agree_with_autograd(pytestconfig: pytest.Config) -> None:
-    """200 programs with --thorough, else 60. A refusal is one line that names what to change."""
+    """A refusal is one line. 200 programs are tried with --thorough, otherwise 60."""
 
     @settings(max_examples=200 if pytestconfig.getoption("thorough") else 60, deadline=None, derandomize=True)
     @given(st.lists(st.sampled_from(UNARY + BINARY), max_size=5), st.sampled_from(ENDS))

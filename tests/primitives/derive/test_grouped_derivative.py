@@ -1,4 +1,5 @@
-"""The backward of products with offsets: rows with their experts' matrices, and each expert's own product."""
+"""The backward of products with offsets: rows times their expert's matrix, and a product for each expert's
+gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ SIZES = {"T": 4096, "E": 8, "K": 1024, "F": 512, "N": 1024}
 
 @pytest.fixture(scope="module")
 def experts() -> tuple[Program, Derived]:
-    """A mixture's two projections, and their backward."""
+    """Return a program with the two projections of a mixture of experts, and its backward."""
     program = trace(
         signature(INPUTS, {"preact": tensor("T, 2*F"), "y": tensor("T, N")}),
         "preact = gemm(x, w.mT, offsets)",
@@ -60,12 +61,14 @@ def test_a_mixture_has_autograds_gradients(experts: tuple[Program, Derived], off
     assert max(error(got[f"d_{name}"], value) for name, value in truth.items()) < 1e-12
     assert derived.program and not derived.head
     said: dict[str, torch.Tensor] = dict(known)
-    exec(reference(derived.program), dict(scope()), said)  # its PyTorch text computes the same
+    # the program's PyTorch text computes the same gradients
+    exec(reference(derived.program), dict(scope()), said)
     assert max(error(said[name], value) for name, value in got.items()) < 1e-12
 
 
 def test_it_is_four_products_in_one_program(experts: tuple[Program, Derived]) -> None:
-    """No product of the forward is computed again, and the router's gradient needs no product of its own."""
+    """The backward recomputes no product of the forward, and the gradient of the router's gate needs no extra
+    product."""
     _, derived = experts
     assert derived.program
     gemms = lower(derived.program).gemms

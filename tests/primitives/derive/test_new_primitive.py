@@ -1,4 +1,5 @@
-"""A primitive added as CONTRIBUTING.md says, in a file of its own: its derivative is used like any other."""
+"""If a primitive is added in its own file, as CONTRIBUTING.md describes, its derivative is used like any
+other."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ SIZES = {"M": 6, "K": 4, "N": 8}
 
 @pytest.fixture
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The file's primitives in the vocabulary, for one test."""
+    """Add the file's primitives to the vocabulary for one test, and yield the file's module."""
     path = tmp_path / "newcomer.py"
     path.write_text(FILE)
     known = dict(OPERATIONS)

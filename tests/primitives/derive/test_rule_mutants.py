@@ -1,7 +1,9 @@
-"""Every mistake in a derivative rule is refused: the pair's text is not the gradient that autograd finds.
+"""Every mistake in a derivative rule is found, because the pair's text is not the gradient that autograd
+computes.
 
-A mutant changes one operation that a rule adds to the graph (its sign, a factor, a term, a mask, an order)
-or what the rule returns. Each meets the smallest program that uses the rule's primitive.
+A mutant changes one operation that a rule adds to the graph (its sign, a factor, a term, a mask, an order),
+or a gradient that the rule returns. Each mutant is tried on the smallest program that uses the rule's
+primitive.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ USES = {
     "column_sums": "column_sums(t * e)", "row_logsumexp": "row_logsumexp(t)",
     "row_select": "row_select(t, index)",
 }  # fmt: skip
-#: Rules that give no gradient, and those that hand on what they get.
+# rules that give no gradient or only pass theirs on
 COMPARISONS = {"greater": "less", "less": "greater", "greater_equal": "less", "less_equal": "greater",
                "equal": "not_equal", "not_equal": "equal"}  # fmt: skip
 IDLE = {"column_index", "in_columns", "transpose", "as_tile", *COMPARISONS}
@@ -63,7 +65,7 @@ def negated(trace: Simplifier, node: Node, add: Add) -> int:
 
 
 def without(place: int) -> Change:
-    """A factor, a term or a condition left out: one argument instead of the value."""
+    """Leave out a factor, a term or a condition: return the argument at ``place`` instead of the value."""
     return lambda trace, node, add: node.args[place]
 
 
@@ -81,7 +83,7 @@ def doubled(trace: Simplifier, node: Node, add: Add) -> int:
 
 
 def changes(op: str) -> dict[str, Change]:
-    """The mistakes that apply to an operation of a rule."""
+    """Return the mistakes that apply to the operation ``op`` of a rule."""
     signless = ("transpose", "as_tile", "column_index", *COMPARISONS)
     found: dict[str, Change] = {} if op in signless else {"sign": negated}
     if op in ("multiply", "divide"):
@@ -100,8 +102,8 @@ def changes(op: str) -> dict[str, Change]:
 
 
 class Mutant(NamedTuple):
-    """A change of the operation that a rule adds at ``at``, or of what it returns for the argument at ``-at``
-    minus one."""
+    """A change of one operation or gradient of a rule. If ``at`` is 0 or more, it is the index of an
+    operation that the rule adds. A negative ``at`` means the gradient at index ``-at - 1``."""
 
     at: int
     name: str
@@ -109,7 +111,7 @@ class Mutant(NamedTuple):
 
 
 class Altered:
-    """A rule whose operations are counted, and one of them changed."""
+    """A derivative rule that records the operations it adds, and applies the mutant."""
 
     def __init__(self, op: str, mutant: Mutant | None = None):
         self.rule, self.mutant = OPERATIONS[op].derivative, mutant
@@ -131,7 +133,7 @@ class Altered:
     def add(self, trace: Simplifier, node: Node) -> int:
         if not self.active:
             return plain(trace, node)
-        self.active = False  # what a simplification adds is not the rule's
+        self.active = False  # an operation that a simplification adds is not the rule's
         try:
             self.added.append(node.op)
             here = self.mutant is not None and self.mutant.at == len(self.added) - 1
@@ -196,7 +198,8 @@ def refused(found: Pair) -> bool:
 
 @functools.cache
 def right(op: str) -> tuple[str, tuple[str, ...], int]:
-    """The text by the right rule, the operations that the rule adds, and its number of gradients."""
+    """Return the text of the correct rule's pair, the operations that the rule adds, and the number of its
+    gradients."""
     with altered(op, None) as rule:
         found = made(op)
     assert found and not refused(found) and rule.parts
@@ -204,7 +207,7 @@ def right(op: str) -> tuple[str, tuple[str, ...], int]:
 
 
 def gradients_of(op: str) -> set[str]:
-    """Names of the gradients that the right rule gives."""
+    """Return the names of the gradients that the correct rule gives."""
     found = made(op)
     assert found
     return set(found.program.signature.outputs)
@@ -230,11 +233,13 @@ def test_each_wrong_rule_is_refused(op: str) -> None:
     tried, missed = 0, []
     for mutant in mutants(op):
         found = None
-        with altered(op, mutant), suppress(ProgramError):  # of wrong kinds, say
+        # ProgramError: for example, values of the wrong kinds
+        with altered(op, mutant), suppress(ProgramError):
             found = made(op)
-        if found and found.text == text:  # another way to say the same
+        if found and found.text == text:  # the mutant is equivalent
             continue
         tried += 1
-        left = found is None or found.program.signature.outputs.keys() < gradients_of(op)  # derive says so
+        # derive reports the missing gradient
+        left = found is None or found.program.signature.outputs.keys() < gradients_of(op)
         missed += [] if found is None or left or refused(found) else [mutant.name]
     assert tried >= 3 and not missed

@@ -1,4 +1,5 @@
-"""Outputs that are ranges of one tile: their gradients come in side by side."""
+"""If outputs are column ranges of one tile, the backward reads their gradients side by side, as one
+tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def test_all_ranges_of_a_tile_are_the_tile() -> None:
 
 
 def test_the_gradient_of_a_row_scale_needs_no_third_product() -> None:
-    """sum(dz * z) is that of the ranges side by side, as they are stored."""
+    """The row scale's gradient needs sum(dz * z). The ranges are stored side by side, so this sum reads the
+    stored values."""
     derived = derive(WHOLE, SIZES, positive=["r"])
     assert derived.program and derived.head and len(cut(derived.program).gemms) == 2
     assert "a_b" in derived.stored and {"d_a_b", "a_b"} <= derived.head.signature.inputs.keys()

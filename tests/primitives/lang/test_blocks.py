@@ -1,4 +1,5 @@
-"""Block scales of an fp8 output: each block's largest magnitude, in the epilogue that stores the block."""
+"""Block scales of an fp8 output: the epilogue that stores a block also finds the block's largest
+magnitude."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from coda_agent.primitives.lang.schedule import TILES, Schedule
 from coda_agent.primitives.lang.signature import TensorType
 from coda_agent.primitives.runtime.compile import report
 
-# The last input is there for its axis, from which B follows.
+# The kernel never reads ``block``. This input only declares the dimension B.
 INPUTS = {"x": tensor("M, K"), "w": tensor("H*B, K"), "block": tensor("B")}
 PAIRED = {"x": tensor("M, K"), "w": tensor("2*H*B, K"), "block": tensor("B")}
 OUTPUTS = {"q": tensor("M, H*B", "fp8_e4m3"), "s": tensor("M, H", "fp32")}
@@ -66,7 +67,7 @@ def test_each_block_fills_the_range_by_its_own_scale(name: str, heads: int, widt
 
 
 def sized(program: Program, inputs: Tensors) -> Tensors:
-    """Outputs of the interpreter, which the lowered text must give too."""
+    """Return the interpreter's outputs, and check that the lowered text computes the same."""
     told, made = interpret(program, inputs), run_lowered(program, inputs)
     torch.testing.assert_close(made["s"], told["s"], rtol=1e-5, atol=0)
     assert (made["q"].view(torch.uint8) == told["q"].view(torch.uint8)).float().mean() > 0.99
@@ -84,8 +85,8 @@ def test_a_tile_of_another_width_is_refused_with_the_way_out(body: str, remedy: 
     assert refused.value.code == "width" and remedy in refused.value.message
 
 
-# With pingpong and an fp8 D, QuACK's epilogue works on 64 columns at a time: two heads of 32, or the end of
-# one range and the start of the next.
+# With pingpong and an fp8 output D, QuACK's epilogue works on subtiles of 64 columns. Such a subtile can hold
+# two heads of 32 columns, or the end of one range and the start of the next.
 HEADS_OF_32 = {
     "statistic": (INPUTS, BODIES["gelu"], OUTPUTS),
     "table": (

@@ -1,4 +1,5 @@
-"""Cutting into steps: what rides on which GEMM, what is stored, loaded and finished, what has no home."""
+"""A program is cut into GEMM steps. The tests check what each step computes, stores, loads and finishes, and
+which programs are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ ONE = tiles("o")
 
 
 def said(program: Program, nodes: list[int]) -> list[str]:
-    """Operations, and names of leaves and outputs, for short."""
+    """Return short names of the nodes: an output's name, a leaf's name, or else the operation."""
     names = {index: name for name, index in program.outputs.items()}
     return [names.get(i) or str(program.nodes[i].attribute or program.nodes[i].op) for i in nodes]
 
@@ -104,14 +105,15 @@ def test_widths_are_relative_to_the_gemm() -> None:
 
 
 def test_a_tile_of_inputs_alone_rides_with_the_step_that_loads_them() -> None:
-    """SwiGLU's backward recomputes the activation, which its accumulator does not enter."""
+    """SwiGLU's backward recomputes the activation in the step that loads z, although this step's accumulator
+    is no part of the activation."""
     program = BACKWARD.program
     (step,) = cut(program).gemms
     assert summary(program, step) == {"stores": ["act", "dz"], "loads": ["z"], "sums": ["add"]}
 
 
 def test_a_tile_of_inputs_and_a_sum_rides_where_the_sum_is_final() -> None:
-    """Both steps load r, and only the second knows h's sums."""
+    """Both steps load r, but only the second step starts after h's sums are complete."""
     lines = (H, "g = gemm(h + r, q) + r", "return {'o': g, 't': r * per_row(row_sums(h))}")
     program = trace(tiles("o", "t"), *lines)
     first, second = cut(program).gemms
@@ -130,7 +132,8 @@ def test_a_row_scale_deferred_past_the_next_gemm() -> None:
         "sums": ["multiply"],
     }
     assert summary(program, second) == {"stores": ["up"], "spreads": ["rsqrt"]}
-    assert finishes(program, steps) == {0: ["rsqrt"]}  # in memory: the second step spreads it
+    # the vector is in memory, and the second step spreads it over rows
+    assert finishes(program, steps) == {0: ["rsqrt"]}
     assert [program.nodes[s.gemm].op for s in steps.gemms] == ["gemm", "gemm"]
 
 
@@ -142,7 +145,7 @@ def test_a_tile_read_back_is_stored_by_its_own_step() -> None:
 
 
 def test_an_expression_that_waits_for_a_vector_is_computed_where_it_can_be() -> None:
-    """h * per_row(rstd) has to wait for all of h: it rides on the next GEMM, which reads h back."""
+    """h * per_row(rstd) needs all of h. The next GEMM's step computes it, after reading h back."""
     lines = (H, "n = h * per_row(rsqrt(row_sums(h * h)))", "return {'o': gemm(h, q) + n}")
     program = trace(ONE, *lines)
     first, second = cut(program).gemms
@@ -173,7 +176,8 @@ def test_a_computed_scalar_is_part_of_the_body() -> None:
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
 def test_independent_gemms_run_in_the_order_that_their_sums_ask_for(names: tuple[str, str]) -> None:
-    """Whatever order names or operands put them in: a sum that is spread over g must come before g."""
+    """A sum of h that is spread over g must be computed before g, in whatever order the program names or uses
+    them."""
     plain, scaled = names
     lines = (H, "g = gemm(r, q)", f"return {{'{plain}': g * 2, '{scaled}': g * per_row(row_sums(h))}}")
     program = trace(tiles(*names), *lines)
@@ -361,7 +365,8 @@ def test_statistics_of_heads_take_a_sweep_and_stay_in_their_step() -> None:
 
 
 def test_a_selection_is_finished_where_its_step_is_done() -> None:
-    """Even where only a later step wants it: finishing it readies the mainloop's buffer for the next call."""
+    """A selection is finished with its own step, even if only a later step reads it. Finishing prepares the
+    mainloop's buffer for the next call."""
     lines = (H, "s = row_select(h, i)", "return {'o': gemm(h, q) * per_row(s + 1)}")
     program = trace(ONE, *lines)
     steps = cut(program)
@@ -390,7 +395,7 @@ def test_dtypes_are_those_of_what_leaves_a_step() -> None:
     "last",
     [
         "return {'o': gemm(x, q) + h}",  # the second step's epilogue loads h
-        "return {'o': gemm(h, gemm(x, q))}",  # no operand is an input
+        "return {'o': gemm(h, gemm(x, q))}",  # no operand of this gemm is an input
     ],
 )
 def test_a_tile_between_steps_has_the_dtype_of_the_programs_operands(dtype: str, last: str) -> None:
@@ -411,7 +416,7 @@ def test_rows_and_columns_alone_make_a_tile_that_rides_along() -> None:
 
 
 UPDATES: dict[str, tuple[dict[str, TensorType], dict[str, str], tuple[str, ...], int | None]] = {
-    # outputs, what they are written over, the kernel, the line that is refused
+    # each entry: the outputs, the inputs that they overwrite, the kernel, and the line that is refused
     "read where it is made": ({"o": tensor("M, N")}, {"o": "r"}, (H, "return {'o': h + r}"), None),
     "not read": ({"o": tensor("M, N")}, {"o": "r"}, (H, "return {'o': h}"), None),
     "read for another output of the step": (
@@ -480,7 +485,7 @@ def test_what_is_written_over_is_read_in_its_place_alone(name: str) -> None:
 
 
 def test_widths_are_those_of_the_step_that_reads() -> None:
-    """h is as wide as its own GEMM and half as wide as the next: two widths of one tile."""
+    """h is as wide as its own GEMM but half as wide as the next GEMM, so one tile has two relative widths."""
     program = trace(ONE, H, "a, c = pairs(gemm(h, wide.mT))", "return {'o': a * c + h}")
     steps = cut(program)
     h = steps.gemms[0].gemm
@@ -489,7 +494,8 @@ def test_widths_are_those_of_the_step_that_reads() -> None:
 
 
 def test_a_program_as_large_as_allowed_is_cut_in_a_blink() -> None:
-    """Also where each node is read twice, or all are GEMMs: hostile programs must not take for ever."""
+    """Hostile programs must not take unbounded time, even if every node is read twice or every node is a
+    GEMM."""
     wide = MAX_NODES - 5
     doubled = [Node("input", (), "x"), Node("input", (), "w"), Node("transpose", (1,)), Node("gemm", (0, 2))]
     doubled += [Node("input", (), "r")] + [Node("add", (i + 4, i + 4)) for i in range(wide)]

@@ -1,4 +1,4 @@
-"""Symbolic sizes: what parses, what they evaluate to, and what is refused."""
+"""Symbolic sizes: parsing, evaluation, and the texts that are refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_ratio(a: str, b: str, ratio: tuple[int, int] | None) -> None:
 
 
 def test_sizes_that_happen_to_be_equal_have_no_ratio() -> None:
-    assert Dim.parse("M").ratio(Dim.parse("F")) is None  # whatever M and F are
+    assert Dim.parse("M").ratio(Dim.parse("F")) is None  # M and F may have other sizes at another call
 
 
 @pytest.mark.parametrize("text", ["(AA+BB)*(CC+DD)*(EE+FF)", "9" * 30, "3037000500*3037000500*F"])
@@ -114,7 +114,7 @@ TERMS = st.lists(
 def test_agrees_with_python(terms: list[tuple[int, list[str]]]) -> None:
     text = " + ".join("*".join([f"({c})", *names]) for c, names in terms)
     dim = Dim.parse(text)
-    assert dim(SIZES) == eval(text, {}, SIZES)  # of our own making
+    assert dim(SIZES) == eval(text, {}, SIZES)  # eval is safe here, because this test wrote the text
     assert Dim.parse(str(dim)) == dim
     doubled = dim + dim
     assert doubled.ratio(dim) == ((2, 1) if dim.terms else None)

@@ -1,4 +1,5 @@
-"""fp8 outputs: rounded once, saturated, of every width; refused where a step would read them back."""
+"""fp8 outputs of every width are rounded once and saturate. A program whose later step would read such an
+output is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from coda_agent.primitives.runtime.sass import disassemble
 
 ENDS = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 INPUTS = {"x": tensor("M, K"), "w": tensor("2*N, K"), "scale": tensor("", "fp32")}
-# A tile of each width in fp8, beside one of the GEMM's own width in bf16.
+# For each width, an fp8 tile. The program also stores a bf16 tile as wide as the GEMM.
 WIDTHS = {"half": "gate * up * scale", "one": "t * scale", "double": "join(t * scale, t + scale)"}
 SHAPES = {"half": "M, N", "one": "M, 2*N", "double": "M, 4*N"}
 
@@ -36,7 +37,7 @@ def stores(width: str, dtype: str) -> Program:
 
 
 def significands(dtype: str) -> list[float]:
-    """Every finite value that an fp8 dtype holds, from the definition of its bits."""
+    """Return every finite, non-negative value of an fp8 dtype, computed from the definition of its bits."""
     mantissa, bias, top = {"fp8_e4m3": (3, 7, 0x7E), "fp8_e5m2": (2, 15, 0x7B)}[dtype]
     found = []
     for code in range(top + 1):
@@ -82,7 +83,7 @@ def test_the_lowered_text_stores_what_the_interpreter_says(width: str, dtype: st
     ends = told["y"].float().abs() == ENDS[dtype]
     assert 0.02 < ends.float().mean() < 0.9
     same = told["y"].view(torch.uint8) == made["y"].view(torch.uint8)
-    assert same[[0, *range(2, 13)]].float().mean() > 0.999  # a sum in another order may round otherwise
+    assert same[[0, *range(2, 13)]].float().mean() > 0.999  # a sum in another order may round differently
 
 
 def test_each_width_has_its_own_store() -> None:
@@ -123,7 +124,8 @@ def test_coarse_instructions_may_serve_an_fp8_output_alone() -> None:
 
 @pytest.mark.slow
 def test_every_width_compiles_to_conversions_that_saturate() -> None:
-    """In one program, which takes a third of the time of three."""
+    """One program contains all three widths, because compiling three programs would take three times as
+    long."""
     dtypes = {"half": "fp8_e4m3", "one": "fp8_e5m2", "double": "fp8_e4m3"}
     program = trace(
         signature(INPUTS, {width: tensor(SHAPES[width], dtype) for width, dtype in dtypes.items()}),
@@ -135,11 +137,12 @@ def test_every_width_compiles_to_conversions_that_saturate() -> None:
     assert code.total()["HGMMA"] and code.total()["spill"] <= 10
     bulk = [i.text for i in code.instructions if "UTMASTG" in i.text]
     assert len(bulk) >= len(dtypes) and all("UTMASTG.2D" in text for text in bulk)
-    pairs = dict.fromkeys(EIGHTS, 0)  # of conversions, each to two values
+    pairs = dict.fromkeys(EIGHTS, 0)  # the number of conversion instructions; each converts two values
     for instruction in code.instructions:
         for dtype in EIGHTS:
             if dtype[4:].upper() in instruction.text:
                 assert "F2FP.SATFINITE" in instruction.text
                 pairs[dtype] += 1
-    # A thread has 128 of a tile's accumulators, of which half stores 64, one 128 and double 256 values.
+    # A thread has 128 of a tile's accumulators. The half-wide output has 64 values for each thread, the
+    # output of width one has 128, and the double-wide output has 256.
     assert pairs == {"fp8_e4m3": (64 + 256) // 2, "fp8_e5m2": 128 // 2}

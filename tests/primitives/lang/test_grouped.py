@@ -1,4 +1,5 @@
-"""Products with offsets: rows of several experts with a matrix each, and each expert's own product."""
+"""Products with offsets: the rows of each expert times the expert's matrix, and a product over the rows of
+each expert."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def drawn(counts: list[int], seed: int = 0, inner: int = 24, width: int = 16) ->
 
 
 def expert_of(offsets: torch.Tensor) -> list[int]:
-    """The expert of each row."""
+    """Return the expert of each row."""
     return [e for e, n in enumerate(offsets.diff().tolist()) for _ in range(n)]
 
 
@@ -95,7 +96,8 @@ def test_each_experts_own_product_is_of_its_rows_alone(counts: list[int]) -> Non
 
 
 def test_rows_do_not_depend_on_other_experts() -> None:
-    """Random counts: the rows of one expert are what a plain product of them is, whatever the others have."""
+    """For random counts, each expert's rows equal a plain product of these rows, so they do not depend on the
+    other experts' rows."""
     random, plain = (
         Random(1),
         trace(signature({"x": X, "w": tensor("N, K")}, {"y": tensor("T, N")}), "return {'y': gemm(x, w.mT)}"),
@@ -261,7 +263,7 @@ def test_only_a_store_that_ends_with_an_experts_rows_is_compiled() -> None:
         with pytest.raises(CompileError, match=wrong):
             check_bulk(f"UTMALDG.3D [UR8] ; {wrong} [UR28] ;", GROUPED)
     check_bulk("UTMALDG.4D [UR8] ; UTMASTG.3D [UR28] ;", OWN)
-    with pytest.raises(CompileError, match="UTMALDG.2D"):  # it would read the next expert's rows
+    with pytest.raises(CompileError, match="UTMALDG.2D"):  # this load would read rows of the next expert
         check_bulk("UTMALDG.2D [UR8] ; UTMASTG.3D [UR28] ;", OWN)
 
 

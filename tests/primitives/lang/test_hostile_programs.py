@@ -1,4 +1,5 @@
-"""Programs as hostile JSON: refused, or they mean what they say; no other error, little time and memory."""
+"""A hostile program in JSON is refused, or it means exactly what the JSON says. No other error is raised, and
+both time and memory stay small."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ from coda_agent.primitives.runtime.launchable import sorted_rows
 
 pytestmark = pytest.mark.slow
 
-MARK = "zq"  # every name of theirs begins with it, and no text of ours holds it
+MARK = "zq"  # begins every name of a hostile program; the product's own text never contains it
 Json = Any
 
 
 def marked(text: str) -> Json:
-    """A program with all names but those of operations replaced."""
+    """Return the program's JSON data with every name replaced except the names of operations."""
     data = json.loads(text)
     signature = data["signature"]
     names = [signature["name"], *signature["dims"], *signature["inputs"], *signature["outputs"]]
@@ -68,7 +69,7 @@ TOKENS = ("NaN", "-Infinity", "1e999", "9" * 5000, "[" * 5000, '"\ud800"', '{"a"
 
 
 def places(value: Json, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
-    """Paths to all values within."""
+    """Yield the paths of ``value`` and of all values inside it."""
     yield path
     children = (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -87,7 +88,7 @@ def at(data: Json, path: Sequence[int | str]) -> Json:
 def programs(draw: st.DrawFn) -> str:
     """A real program's JSON with a few changes, and sometimes a token amiss."""
     data = deepcopy(draw(st.sampled_from(PROGRAMS)))
-    for _ in range(draw(st.integers(0, 2))):  # what may still be a program, if another
+    for _ in range(draw(st.integers(0, 2))):  # changes after which the JSON may still be a valid program
         index = draw(st.integers(0, len(data["nodes"]) - 1))
         node = data["nodes"][index]
         if node[1] and draw(st.booleans()):
@@ -117,7 +118,8 @@ def programs(draw: st.DrawFn) -> str:
 
 
 def outcome(text: str) -> str:
-    """How far a program gets; whatever but a ProgramError stops it is an error of ours."""
+    """Return how far the program gets: refused, not lowered, lowered or interpreted. Any error but a
+    ProgramError is a bug in the product."""
     start = time.process_time()
     try:
         program = Program.from_json(text)
@@ -129,7 +131,8 @@ def outcome(text: str) -> str:
     except ProgramError:
         return "refused"
     finally:
-        assert time.process_time() - start < 10  # a bomb takes minutes; a loaded machine a second
+        # a hostile program would take minutes; a second is normal on a busy machine
+        assert time.process_time() - start < 10
     try:
         assert MARK not in lower(program).text
     except ProgramError:
@@ -138,7 +141,7 @@ def outcome(text: str) -> str:
 
 
 def interpreted(program: Program) -> bool:
-    """Whether it runs: on inputs of small sizes, where its shapes have any."""
+    """Return whether the program runs on small inputs. Return False if the shapes cannot have small sizes."""
     import torch
 
     sizes = dict.fromkeys(program.signature.dims, 8)
@@ -148,7 +151,7 @@ def interpreted(program: Program) -> bool:
         return False
     try:
         solve_sizes(program.signature, shapes)
-    except ValueError:  # a dim that no input has
+    except ValueError:  # some dim follows from no input
         return False
     inputs = {k: torch.ones(shapes[k]).to(torch_dtype(t.dtype)) for k, t in program.signature.inputs.items()}
     for name, rows in sorted_rows(program):  # all rows belong to the first expert
@@ -173,7 +176,7 @@ def test_hostile_programs_are_refused_or_mean_what_they_say() -> None:
 
 
 def grown(count: int) -> str:
-    """A real program with so many nodes: the exponential of the one before, over and over."""
+    """Return the JSON of a real program that is extended to ``count`` nodes by repeated exponentials."""
     data = deepcopy(PROGRAMS[0])
     out = next(iter(data["outputs"].values()))
     while len(data["nodes"]) < count:
@@ -217,7 +220,8 @@ def test_large_programs_cost_little(text: str, code: str) -> None:
     with pytest.raises(ProgramError) as caught:
         Program.from_json(text, SIGNATURE)
     assert caught.value.code == code, caught.value
-    assert time.process_time() - start < 10  # a bomb takes minutes; a loaded machine a second
+    # a hostile program would take minutes; a second is normal on a busy machine
+    assert time.process_time() - start < 10
     tracemalloc.start()
     with pytest.raises(ProgramError):
         Program.from_json(text, SIGNATURE)

@@ -1,4 +1,4 @@
-"""The interpreter against independent fp64 PyTorch, and where exactly it rounds."""
+"""The interpreter agrees with independent fp64 PyTorch code, and it rounds exactly where kernels do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from coda_agent.primitives.lang.signature import Signature
 
 pytestmark = pytest.mark.slow
 
-HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}  # fp32: with its sums
+# the fp32 limit includes errors of summation
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
 
 
 def close(got: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, slack: float = 1e-5) -> None:
-    """Within half an ulp of the truth, and ``slack`` for what came before that rounding."""
+    """Check that ``got`` is within half an ulp of ``truth``. ``slack`` allows for errors before the final
+    rounding."""
     assert got.dtype == dtype and got.shape == truth.shape
     error = (got.double() - truth).abs()
     allowed = HALF_ULP[dtype] * truth.abs() + slack
@@ -39,7 +41,7 @@ def swiglu(i: Tensors) -> Tensors:
 
 
 def backward(i: Tensors) -> Tensors:
-    """By automatic differentiation of the forward."""
+    """Compute the backward by automatic differentiation of the forward."""
     z = i["z"].clone().requires_grad_()
     gate, up = z.unflatten(1, (-1, 2)).unbind(-1)
     act = silu(gate) * up
@@ -54,7 +56,8 @@ def chain(i: Tensors) -> Tensors:
 
 
 def turned(heads: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Heads [M, H, 2P] as complex numbers, times ``by`` [M, P] in each head: [M, 2HP]."""
+    """Multiply ``heads`` [M, H, 2P], read as complex numbers, by ``by`` [M, P] in each head; return [M,
+    2HP]."""
     numbers = torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(numbers * by[:, None, :]).flatten(1)
 
@@ -74,7 +77,7 @@ def rope(i: Tensors) -> Tensors:
 
 
 def onehot(index: torch.Tensor, columns: int) -> torch.Tensor:
-    """By rows; zeros where the index is no column."""
+    """Return one row for each index. A row is all zeros if its index is no column."""
     known = (index >= 0) & (index < columns)
     return one_hot(torch.where(known, index, 0).long(), columns) * known[:, None]
 
@@ -92,7 +95,8 @@ def cross_entropy_backward(i: Tensors) -> Tensors:
 
 
 def norm_backward(i: Tensors) -> Tensors:
-    """By automatic differentiation of h * rstd * gamma, and of rstd in the part that s stands for."""
+    """Differentiate h * rstd * gamma automatically. The part of the gradient that comes through rstd is
+    computed from s."""
     d, h, gamma = i["dz"] @ i["w"], i["h"].clone().requires_grad_(), i["gamma"].clone().requires_grad_()
     hhat = torch.diag(i["rstd"]) @ h
     dh, dgamma = torch.autograd.grad(hhat * gamma, (h, gamma), d)
@@ -136,7 +140,7 @@ TRUTHS: dict[str, Callable[[Tensors], Tensors]] = {
     "norm backward": norm_backward, "gelu backward": gelu_backward, "accumulate": accumulate, "alpha": alpha,
     "fp8": fp8, "widths": widths,
 }  # fmt: skip
-SLACK = {"chain": 2e-2}  # its second GEMM reads h * gamma rounded to bf16
+SLACK = {"chain": 2e-2}  # the second GEMM reads h * gamma rounded to bf16
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -162,7 +166,8 @@ SIZES = {"M": 16, "N": 8}
 
 
 def products() -> tuple[Tensors, torch.Tensor]:
-    """Inputs, and ``gemm(x, eye) * per_row(v)`` exactly: fp32 numbers that bf16 has to round."""
+    """Return the inputs and the exact value of ``gemm(x, eye) * per_row(v)``, in fp32. bf16 would have to
+    round this value."""
     inputs = draw(signature(EYE, {}), SIZES)
     inputs |= {"eye": torch.eye(8).bfloat16(), "zero": torch.zeros(8, 8).bfloat16()}
     inputs["none"] = torch.zeros(16, 8).bfloat16()
@@ -210,7 +215,8 @@ def test_a_later_step_reads_a_stored_tile_back_rounded() -> None:
 
 
 def test_an_expression_of_an_earlier_step_is_rounded_where_it_leaves_it() -> None:
-    """t = 3 h belongs to h's step: the later step reads t rounded, not three times a rounded h."""
+    """t = 3 h belongs to h's step. The later step reads the rounded t, and does not multiply a rounded h by
+    3."""
     got, exact = run({"o": "fp32"}, "t = h * 3.0", "return {'o': t + gemm(x, zero) * per_row(row_sums(h))}")
     assert torch.equal(got["o"], (3 * exact).bfloat16().float())
     assert not torch.equal(got["o"], 3 * exact.bfloat16().float())
@@ -240,7 +246,8 @@ def test_a_vector_that_is_a_16_bit_output_is_read_back_rounded() -> None:
 
 
 def test_inputs_are_recomputed_from_unrounded() -> None:
-    """A tile of inputs alone is computed in each step that needs it, and leaves none."""
+    """Every step that needs a tile computed only from inputs recomputes the tile, so the tile is never stored
+    and rounded."""
     got, _ = run({"o": "fp32"}, "t = x / 3.0", "return {'o': gemm((h + t) * 0, eye) + t}")
     assert torch.equal(got["o"], products()[0]["x"].float() / 3.0)
 
@@ -366,7 +373,7 @@ def test_callers_name_static_dims_that_follow_from_no_shape() -> None:
     assert declared.named == ("H", "G")  # W follows from g
     shapes = {"x": (3, 4), "w": (80, 4), "g": (8,)}
     assert solve_sizes(declared, shapes, {"H": 6, "G": 2, "M": 9}) == {"M": 3, "K": 4, "H": 6, "G": 2, "W": 8}
-    assert declared._replace(static=("G",)).named == ("G",)  # and H then from w
+    assert declared._replace(static=("G",)).named == ("G",)  # here H follows from w
     assert solve_sizes(declared._replace(static=("G",)), shapes, {"G": 2})["H"] == 6
     wrong: list[dict[str, int]] = [{}, {"H": 6}, {"H": 6, "G": 0}, {"H": 6, "G": True}, {"H": 6, "G": 3}]
     for given in wrong:
@@ -379,7 +386,7 @@ REDUCTIONS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "row_max(h - 9)": ("M", lambda h: h.sort(1).values[:, -1] - 9),
     "row_abs_max(h)": ("M", lambda h: torch.linalg.vector_norm(h, torch.inf, dim=1)),
     "row_logsumexp(h)": ("M", lambda h: h.exp().sum(1).log()),
-    "row_logsumexp(h * 500 + 300)": ("M", lambda h: torch.logsumexp(500 * h + 300, 1)),  # beyond exp's range
+    "row_logsumexp(h * 500 + 300)": ("M", lambda h: torch.logsumexp(500 * h + 300, 1)),  # exp would overflow
     "column_sums(h)": ("N", lambda h: h.T @ torch.ones(16).double()),
     "column_max(h - 9)": ("N", lambda h: h.sort(0).values[-1] - 9),
     "column_abs_max(h)": ("N", lambda h: torch.linalg.vector_norm(h, torch.inf, dim=0)),
@@ -421,7 +428,7 @@ HEADS = {
 
 
 def heads(dtypes: dict[str, str], *lines: str) -> tuple[Tensors, torch.Tensor, Tensors]:
-    """Outputs, the gemm's tile by heads [M, 3, 4] exactly, and the inputs."""
+    """Return the outputs, the exact tile of the gemm by heads [M, 3, 4], and the inputs."""
     outputs = {n: tensor(shape, "fp32") for n, shape in dtypes.items()}
     declared = signature(HEADS, outputs, ("P",))
     inputs = draw(declared, {"M": 6, "K": 12, "H": 3, "P": 2})
@@ -480,7 +487,7 @@ def test_a_scalar_input_enters_tiles_and_vectors() -> None:
 
 
 def test_fp8_operands_are_read_exactly() -> None:
-    """All 254 numbers of e4m3, through a gemm with one 1 a row."""
+    """All 254 finite e4m3 codes pass through a gemm whose other operand is the identity."""
     codes = torch.tensor([c for c in range(256) if c not in (127, 255)], dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn)
     inputs = {"x": torch.eye(254).to(torch.float8_e4m3fn), "w": values[None, :]}

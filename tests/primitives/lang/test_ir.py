@@ -1,4 +1,5 @@
-"""Programs as JSON: they come back equal, hash by meaning, and hostile ones are refused by code."""
+"""Programs in JSON: reading a written program returns an equal one, the hash depends only on the meaning, and
+hostile JSON is refused with a code."""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ Edit = Callable[[dict[str, Any]], Any]
 
 
 def edited(edit: Edit) -> str:
-    """NORM's JSON after ``edit``, which changes the data or returns a replacement."""
+    """Return NORM's JSON after ``edit``, which changes the data or returns a replacement."""
     data = json.loads(NORM.program.to_json())
     return json.dumps(edit(data) or data)
 
@@ -331,7 +332,7 @@ def test_hostile_signatures_are_refused(name: str) -> None:
     assert refused(text, NORM.signature).code == "signature"
 
 
-AT = {n.op: i for i, n in enumerate(QK_NORM.program.nodes)}  # the last of each operation
+AT = {n.op: i for i, n in enumerate(QK_NORM.program.nodes)}  # for each operation, the index of its last node
 SUMS, SPREAD, JOIN = AT["head_sums"], AT["per_head"], AT["join"]
 SQUARE, ANGLE = QK_NORM.program.nodes[SUMS].args[0], AT["as_tile"]
 
@@ -391,7 +392,7 @@ def test_an_index_from_a_file_is_an_input_of_integers() -> None:
     data = json.loads(program.to_json())
     (select,) = (n for n in data["nodes"] if n[0] == "row_select")
     select[1][1] = next(i for i, n in enumerate(data["nodes"]) if n == ["input", [], "v"])
-    assert refused(json.dumps(data)).code in ("dtype", "graph")  # v may come after it
+    assert refused(json.dumps(data)).code in ("dtype", "graph")  # "graph" if v comes after the selection
 
 
 def test_an_fp8_input_from_a_file_is_read_by_gemm_alone() -> None:
@@ -459,7 +460,8 @@ def test_hostile_text_is_refused(text: str, code: str) -> None:
 
 @pytest.mark.parametrize("place", ["schedule/0", "outputs/h", "format", "signature/name", "signature/dims"])
 def test_nesting_of_any_depth_is_refused(place: str) -> None:
-    """Also where the parser just bears it and the words about it would not."""
+    """Some depths are just within the parser's limit, and an error message about the value would itself
+    fail."""
     data = json.loads(NORM.program.to_json())
     data["schedule"]["0"] = {}
     put(place, {"swizzle": "@"} if place == "schedule/0" else "@")(data)
@@ -469,7 +471,8 @@ def test_nesting_of_any_depth_is_refused(place: str) -> None:
 
 
 def test_programs_as_large_as_allowed_are_read_and_cut() -> None:
-    """Chains as deep as programs get, and shared so that walking every path would take for ever."""
+    """A chain may be as deep as a program can be. The nodes are shared, so walking every path would never
+    end."""
     lines = ["h = gemm(x, w.mT)", f"for _ in range({MAX_NODES - 4}):", "    h = h + h", "return {'o': h}"]
     program = plain(*lines)
     assert len(program.nodes) == MAX_NODES
@@ -493,7 +496,8 @@ def test_an_output_cannot_bear_an_inputs_name() -> None:
 
 @pytest.fixture
 def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the compiler's child is asked; it finds nothing."""
+    """Replace the compiler's child process by one that returns no reports; return the list of the requests it
+    receives."""
     asked: list[str] = []
 
     def child(request: str) -> str:
@@ -515,7 +519,7 @@ def test_reports_are_kept_by_program_not_by_text_alone(requests: list[str]) -> N
         made.append(trace(signature(inputs, {"o": tensor("M, N", dtype)}), "return {'o': gemm(x, w)}"))
     assert lower(made[0]).hash == lower(made[1]).hash
     for program in (*made, made[0]):
-        report(KernelSource(program), {"M": 8, "K": 8})  # of dims that are static, none
+        report(KernelSource(program), {"M": 8, "K": 8})  # no dim is static, so the request contains no sizes
     assert len(requests) == 2
     assert [json.loads(r)["sizes"] for r in requests] == [{}, {}]
 
