@@ -1,4 +1,4 @@
-"""The tree of errors that its docstring draws is the one that the code has."""
+"""The tree of errors in the docstring of ``primitives.errors`` equals the tree of the classes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOMES = (
 def below(base: type[errors.CodaError]) -> dict[str, int]:
     found: dict[str, int] = {}
     for error in base.__subclasses__():
-        if error.__module__.startswith("coda_agent."):  # a test may have its own
+        if error.__module__.startswith("coda_agent."):  # a test may define its own errors
             found |= {error.__name__: error.exit_status} | below(error)
     return found
 

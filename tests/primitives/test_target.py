@@ -1,4 +1,5 @@
-"""Another architecture is one value: schedules, gates, compilers and the roofline follow ``TARGET``."""
+"""A port to another architecture replaces one value, because schedules, gates, compilers and the roofline
+follow ``TARGET``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import sys
 
 from checkout import PYTHONPATH, ROOT
 
-# The child replaces TARGET before any module reads it. The GPU is made up: smaller tiles, no clusters.
+# The child process replaces TARGET before any module reads it. The invented GPU has smaller tiles and no
+# clusters.
 OTHER = """
 import importlib.util, sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Questions to the anthropic provider, against a scripted server on loopback, without waiting for real."""
+"""Helpers that ask the anthropic provider questions, against a scripted server on loopback and without real
+waiting."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Coin:
 
 @dataclass
 class Purse:
-    """A meter that grants ``most`` tokens and keeps what it is asked for."""
+    """A meter that grants at most ``most`` tokens for a request, and records the requests."""
 
     most: int = 10**9
     asked: list[tuple[str, int, int]] = field(default_factory=list)
@@ -60,7 +61,7 @@ class Purse:
 
 @dataclass
 class Night:
-    """Time that passes only by sleeping."""
+    """A fake clock. Its time passes only in ``sleep``."""
 
     now: float = 1000.0
     waits: list[float] = field(default_factory=list)
@@ -81,7 +82,7 @@ def claude(server: FakeMessages, **options: Any) -> Provider:
 def ask(
     *script: Reply, meter: Meter = FREE, deadline: float | None = None, **options: Any
 ) -> tuple[Turn | ProviderError, FakeMessages, str]:
-    """One turn against a scripted server: the turn or the error, the server, the text that was streamed."""
+    """Ask a scripted server for one turn. Return the turn or the error, the server, and the streamed text."""
     streamed: list[str] = []
     result: Turn | ProviderError
     with FakeMessages(*script) as server:

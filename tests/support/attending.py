@@ -1,4 +1,4 @@
-"""The real command as somebody attends to it: it goes on meanwhile, at a terminal or without one."""
+"""Run the real command while a test watches and controls it, with or without a terminal."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from pathlib import Path
 from checkout import ROOT
 from waiting import eventually
 
-# A suite in the background inherits that SIGINT is ignored.
+# If the test suite runs in the background, its child processes inherit that SIGINT is ignored.
 INTERRUPTIBLE = """
 import signal
 from coda_agent.agent.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours, and where the cursor goes
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # escape sequences: colours and cursor movements
 
 
-PATIENCE = 300.0  # seconds, on a machine that has much else to do
+PATIENCE = 300.0  # seconds; the machine may be busy with other work
 
 
 def expect(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait for the condition; fail at once where the ``process`` that brings it about has ended."""
+    """Wait for the condition. Fail at once if ``process``, which should make the condition true, ends
+    before."""
 
     def over() -> bool:
         return condition() or (process is not None and process.poll() is not None)
@@ -48,7 +49,7 @@ def _errors(process: subprocess.Popen[bytes] | None) -> str:
 def going(
     arguments: Sequence[str | Path], prompts: Sequence[Path], **streams: int
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The command, once it has written these prompts and waits for answers."""
+    """Start the command. Yield its process after it has written these prompts and waits for answers."""
     given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | streams
     command = [sys.executable, "-c", INTERRUPTIBLE, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "160"}
@@ -62,7 +63,8 @@ def going(
 
 @dataclass
 class Terminal:
-    """``theirs`` is a process's end; what it writes is ``seen``, without colours."""
+    """A pseudo-terminal. A process uses the end ``theirs``. Its output so far is ``seen``, without escape
+    sequences."""
 
     ours: int
     theirs: int
@@ -77,7 +79,7 @@ class Terminal:
         return CONTROL.sub("", self._seen.decode("utf-8", "replace"))
 
     def read(self) -> bool:
-        """Whether there was something to read."""
+        """Read the available output; return whether there was any."""
         ready, _, _ = select.select([self.ours], [], [], 0.1)
         if ready:
             self._seen += os.read(self.ours, 65536)
@@ -86,7 +88,8 @@ class Terminal:
 
 @contextmanager
 def terminal() -> Iterator[Terminal]:
-    """A terminal that is read all the time: once its buffer is full, whoever writes to it waits."""
+    """Yield a terminal whose output a thread reads continuously. Otherwise the terminal's buffer could fill
+    up, and a process that writes to it would wait."""
     made, over = Terminal(*pty.openpty()), threading.Event()
 
     def read() -> None:

@@ -1,6 +1,6 @@
-"""What tests of the agent share: specs and kernels, a scripted author, runs and made-up measurements.
+"""Helpers for tests of the agent: specs, kernels, a scripted author, runs and invented measurements.
 
-Programs, hashes and journals here are real; only the figures that a GPU would give are invented.
+Programs, hashes and journals are real. Only the figures that a GPU would give are invented.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from coda_agent.verifier.timing import FEWEST
 
 SPECS, KERNELS, RECORDINGS = ROOT / "specs", ROOT / "generated_kernels", ROOT / "agent" / "recordings"
 SHIPPED = sorted(path.stem for path in SPECS.glob("*.yaml"))
-ACCEPTED = [name for name in SHIPPED if (KERNELS / f"{name}.py").exists()]  # the others await an author
+# the other specs have no accepted kernel yet
+ACCEPTED = [name for name in SHIPPED if (KERNELS / f"{name}.py").exists()]
 
 
 def activation(folder: Path, reference: str) -> Spec:
-    """A spec of one product z [M, F] of x and w, whose only output, y in bf16, is this expression of z."""
+    """Return a spec of one product z [M, F] of x and w. Its only output is y in bf16; ``reference`` is the
+    expression of z that gives y."""
     text = (SPECS / "gemm_relu2.yaml").read_text(encoding="utf-8")
     outputs, cases = text.index("outputs:"), text.index("cases:")
     lines = ["outputs:", "  y: {shape: [M, F], dtype: bf16}", "reference: |", "  z = x @ w.mT"]
@@ -83,10 +85,11 @@ def toy(a, b, v):
 UNSCALED = TOY_KERNEL.replace(" * per_row(v)", "")
 BROKEN = TOY_KERNEL.replace("gemm(a, b)", "gemm(a)")
 TWICE = TOY_KERNEL.replace("gemm(a, b)", "2 * gemm(a, b)")
-TURNED = TOY_KERNEL.replace("gemm(a, b) * per_row(v)", "per_row(v) * gemm(a, b)")  # another program, as right
+# a different program, equally correct
+TURNED = TOY_KERNEL.replace("gemm(a, b) * per_row(v)", "per_row(v) * gemm(a, b)")
 
-# Honest kernels of shipped specs: three in other words than any that was generated, with slips to make in
-# them (tests/verifier/test_verify.py), and those that other tests work out by hand.
+# Honest kernels of shipped specs. Three differ from every generated kernel in their wording, and
+# tests/verifier/test_verify.py makes mistakes in them. Other tests work out the remaining kernels by hand.
 HONEST = {name: operators.source_of(name) for name in operators.BODIES} | {
     "gemm_residual_partial_rmsnorm": """\
 from primitives import gemm, kernel, per_column, row_sums, sqrt
@@ -118,7 +121,8 @@ def gemm_swiglu_bwd(dy, w_down, z):
 
 
 def kernel_of(name: str) -> str:
-    """A shipped spec's accepted kernel; where it awaits an author, an honest one of the tests' own."""
+    """Return the accepted kernel of a shipped spec. If the spec has none yet, return an honest kernel of the
+    tests."""
     if name in ACCEPTED:
         return (KERNELS / f"{name}.py").read_text(encoding="utf-8")
     return next((TESTS / "honest" / name).glob("*.py")).read_text(encoding="utf-8")
@@ -132,13 +136,14 @@ def fenced(source: str) -> str:
 
 
 def write_toy(directory: Path, old: str = "", new: str = "") -> Path:
-    """toy.yaml with ``old`` replaced by ``new``."""
+    """Write toy.yaml with ``old`` replaced by ``new``; return its path."""
     return write_changed(directory / "toy.yaml", TOY, old, new)
 
 
 @dataclass
 class Scripted:
-    """A provider that answers from a list, and keeps what it was asked. An exception is raised."""
+    """A provider that answers from a list and records the questions. If an answer is an exception, it is
+    raised."""
 
     answers: Sequence[str | Turn | BaseException]
     asked: list[tuple[str, list[Message]]] = field(default_factory=list)
@@ -154,7 +159,7 @@ class Scripted:
 
 @dataclass
 class Notes:
-    """A listener that keeps what it hears."""
+    """A listener that records what it hears."""
 
     attempts: list[int] = field(default_factory=list)
     gates: list[str] = field(default_factory=list)
@@ -182,7 +187,7 @@ class Notes:
 
 
 def resources(program: Program, *_: object, **__: object) -> tuple[Resources, ...]:
-    """The compiler's account of a kernel that is as usual: made up."""
+    """Return an invented compile report of a typical kernel."""
     return (Resources("Step0_0123456789ab", Schedule().to_json(), 168, 0, (5, 2, 4), 0, 0, 16, 4, 2, 2.0),)
 
 
@@ -191,7 +196,7 @@ def program_of(spec: Spec, source: str) -> Program:
 
 
 def checked(spec: Spec, program: Program) -> Checked:
-    """What ``verifier.verify.check`` says of a good kernel, in no time."""
+    """Return the report of ``verifier.verify.check`` for a good kernel, without running the gates."""
     kernels = [
         {"kernel": r.kernel, "registers": r.registers, "stack": r.stack, "spill_loads": 0, "spill_stores": 0,
          "hgmma": r.hgmma, "tile": "128x128", "pingpong": True}
@@ -219,12 +224,13 @@ def _quack(tile: tuple[int, int], pingpong: bool, cluster: tuple[int, int], swap
     }
 
 
-# A last race of QuACK's own tuner, the faster one first.
+# the last race of QuACK's own tuner, with the faster configuration first
 QUACK = (_quack((128, 192), True, (2, 1), True), _quack((256, 128), False, (1, 2), False))
 
 
 def timing(case: Case, speedup: float = 1.3) -> Timing:
-    """Figures of one case, made up: in three processes that differ; intervals reach 4 % to either side."""
+    """Return invented figures of one case. The three processes differ, so that the intervals reach 4 % to
+    either side."""
     own = ((2.0,) * FEWEST,) * 3
     rivals = {
         arm: tuple((2.0 * ratio * factor,) * FEWEST for factor in (0.98433, 1.0, 1.01592))
@@ -250,7 +256,8 @@ def timing(case: Case, speedup: float = 1.3) -> Timing:
 
 
 def proofs(spec: Spec, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What numerics and stability say of a kernel that errs as any must."""
+    """Return the figures of the numerics and stability gates for a kernel whose errors equal the
+    yardstick's."""
     from coda_agent.verifier.numerics.inputs import EVERY
 
     outputs = {name: {"rms_ratio": 1.0, "tile_ratio": 1.0, "element_ratio": 1.0} for name in spec.outputs}
@@ -269,13 +276,13 @@ def proofs(spec: Spec, program: Program) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def came_out(ratio: float) -> dict[str, Any]:
-    """What a control came out at, give or take 0.1 %."""
+    """Return the result of a control: ``ratio``, with an interval of 0.1 % to either side."""
     low, high = 0.999 * ratio, 1.001 * ratio
     interval = {"estimate": ratio, "low": low, "high": high, "confidence": 0.95}
     return interval | {"bootstrap": [low, high], "student": [low, high]}
 
 
-# How the GPU fared during a case, read a round.
+# the GPU's telemetry during a case, read once a round
 SEEN: dict[str, Any] = {
     "sm_mhz": [1500, 1600, 1700],
     "memory_mhz": [2619, 2619, 2619],
@@ -286,7 +293,7 @@ ITSELF = {"estimate": 1.0, "low": 0.999, "high": 1.001, "confidence": 0.95, "det
 
 
 def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:
-    """What ``verifier.measure.measure`` says of a kernel that is right and fast."""
+    """Return the report of ``verifier.measure.measure`` for a correct and fast kernel."""
     proved, repeated = proofs(spec, program)
     rows = tuple(timing(case, speedup) for case in spec.cases if case.bench)
     said = {str(step): schedule.to_json() for step, schedule in program.schedule.items()}
@@ -325,7 +332,7 @@ def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:
 
 
 def slow(spec: Spec) -> Rejected:
-    """What a kernel that is right but slow is told."""
+    """Return the report for a kernel that is correct but slow."""
     words = "case large: 0.900x torch.compile [0.850, 0.950], but the lower bound must exceed 1.1"
     return Rejected(gate="decision", code="slow", message=words)
 
@@ -344,7 +351,8 @@ HEADER: dict[str, Any] = {
 def make_run(
     spec: Path, source: str = TOY_KERNEL, found: Measured | Rejected | None = None, **header: Any
 ) -> str:
-    """A run on disk whose first attempt was checked, and measured as ``found`` where given; its name."""
+    """Create a run on disk and return its name. Its first attempt is checked. If ``found`` is given, the
+    attempt is also measured with this result."""
     run = runs.start(spec, HEADER | header)
     with run.journal as journal:
         program = program_of(run.spec, source)
@@ -360,7 +368,7 @@ def make_run(
 
 
 def accepted_run(spec: Path, source: str = TOY_KERNEL, **header: Any) -> str:
-    """As ``make_run``, and found fast."""
+    """Create a run like ``make_run``, with a kernel that was measured and is fast enough."""
     loaded = load(spec, check=False)
     return make_run(spec, source, measured(loaded, program_of(loaded, source)), **header)
 
@@ -368,7 +376,7 @@ def accepted_run(spec: Path, source: str = TOY_KERNEL, **header: Any) -> str:
 def coda_agent(
     *arguments: str | Path, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own; without a key."""
+    """Run the real command in its own process, without an API key."""
     return subprocess.run(
         [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)],
         cwd=cwd,

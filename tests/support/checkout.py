@@ -1,4 +1,5 @@
-"""The folders of this checkout, and the import path of a Python process that imports as tests do."""
+"""The folders of this checkout, and the import path for a child process that imports the same modules as the
+tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the `claude` command prints: its lines' shapes and its words, trimmed of what nothing reads.
+"""The output of the `claude` command: the shapes and words of its lines, without fields that nothing reads.
 
-They are those of Claude Code 2.1.330 on 2026-11-22, run by the claude-code provider against a Messages API on
-loopback. No subscription was used.
+The lines come from Claude Code 2.1.330 on 2026-11-22, which the claude-code provider ran against a Messages
+API on loopback. No subscription was used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def event(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def response(*texts: str, stop: str | None = "end_turn") -> list[dict[str, Any]]:
-    """One response as it is printed, of so many blocks; ``stop``: None where it breaks off."""
+    """Return the printed lines of one response, with a block for each text. ``stop`` is None if the response
+    breaks off."""
     head = {
         "id": "msg_1",
         "type": "message",
@@ -60,19 +61,19 @@ def response(*texts: str, stop: str | None = "end_turn") -> list[dict[str, Any]]
 
 
 def goes_on(words: str) -> dict[str, Any]:
-    """What the command tells the model by itself, to have it go on."""
+    """Return the message by which the command itself tells the model to continue."""
     message = {"role": "user", "content": [{"type": "text", "text": words}]}
     return {"type": "user", "message": message, "parent_tool_use_id": None, "isSynthetic": True}
 
 
 def printed(*lines: dict[str, Any]) -> dict[str, Any]:
-    """A stand-in's plan: to print these lines, the last of which is the account."""
+    """Return the plan of a stand-in that prints these lines. The last line is the command's final result."""
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     return {"stdout": text, "status": int(lines[-1].get("is_error", False))}
 
 
 def failed(words: str, code: int | None = None, **fields: Any) -> dict[str, Any]:
-    """The account of a failure, by its words and the status that the API answered."""
+    """Return the command's final result for a failure with these words and this status of the API."""
     return FAILED | {"api_error_status": code, "result": words, **fields}
 
 

@@ -1,4 +1,4 @@
-"""What the command came to, run in this process or in one of its own."""
+"""The result of the command, which ran in this process or in its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Done:
     err: str
 
     def said(self) -> str:
-        """The one message on stderr, its lines joined."""
+        """Return the one message on stderr, with its lines joined."""
         assert self.out == "" and "Traceback" not in self.err
         assert self.err.startswith("coda-agent: ") and "\ncoda-agent: " not in self.err
         return " ".join(self.err.split())

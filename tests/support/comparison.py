@@ -1,4 +1,4 @@
-"""Made-up results of a comparison, for tests of how results are shown: no figure here was measured."""
+"""Invented results of a comparison, for tests of the display. No figure here was measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WIDTHS, SQUARES = ("1B", "7B", "70B"), ("square 2048", "square 4096", "square 81
 SIZES = dict(zip((*WIDTHS, *SQUARES), (2048, 4096, 8192) * 2, strict=True))
 ROWS = [(name, case) for name in TEN for case in (WIDTHS + SQUARES if name in TEN[:3] else WIDTHS)]
 ROUNDS = 8
-WIDE = 120  # columns of a terminal that has room for all of a table
+WIDE = 120  # columns of a terminal that is wide enough for a whole table
 FLASHINFER_REASON = "its kernels build with nvcc, which this machine lacks"
 LIGER_REASON = "AssertionError: hidden size 8192 | <none>"
 AUTOTUNE_REASON = "out of memory: 2.1 GiB asked for"
@@ -47,7 +47,8 @@ CONDITIONS = {
 
 
 def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> ArmResult:
-    """An arm that took about as long in every round; ``spread`` is relative, and alternates."""
+    """Return an arm with about the same time in every round. The rounds vary by the fraction ``spread`` at
+    most."""
     rounds = tuple(milliseconds * (1 + spread * ((7 * i) % 5 - 2) / 2) for i in range(ROUNDS))
     given: dict[str, Any] = {
         "key": "1",
@@ -61,7 +62,8 @@ def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> ArmResult:
 def session(
     arms: Mapping[str, ArmResult], operator: str = "gemm_rope", case: str = "7B", **changes: Any
 ) -> Session:
-    """A row in one process, beside cuBLAS's bare matmul of 1 ms unless ``arms`` have their own."""
+    """Return the session of one row in one process. Its reference arm is cuBLAS's bare matmul with 1 ms,
+    unless ``arms`` replaces it."""
     given: dict[str, Any] = {
         "sizes": {"M": 16384, "N": 4096, "K": 4096},
         "question": "0",
@@ -91,7 +93,8 @@ def line(
     reference_arm: str = REFERENCE_ARM,
     roofline: float = 0.1,
 ) -> TableRow:
-    """A row whose LLM kernel takes 1 ms, beside columns of these ratios."""
+    """Return a table row in which the LLM's kernel takes 1 ms. ``ratios`` are the intervals of the other
+    columns."""
 
     def cell(name: str, milliseconds: float, ratio: Interval | None) -> Cell:
         return Cell(name, milliseconds, ratio, indirect, {}, 1 << 20, "", processes)
@@ -103,8 +106,9 @@ def line(
 
 
 def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:
-    """Rows of an operator and a case each, with arms that failed or cannot be, two processes, a column that
-    sat apart, and a kernel that has become another since."""
+    """Return results for these rows, each an operator and a case. Some arms failed or are absent. A row has
+    two complete processes, one process with an outdated kernel and, for most operators, one process that
+    measures a single column."""
     operators = {operator for operator, _ in rows}
     found = [s for place, row in enumerate(rows) for s in _sessions(place, *row, SIZES[row[1]])]
     absent = {name: {FLASHINFER: FLASHINFER_REASON} for name in operators}
@@ -156,7 +160,7 @@ def _losses(place: int) -> dict[str, Loss]:
 
 
 def printed(results: Results, doing: str = "", width: int = WIDE) -> str:
-    """What a terminal shows of results."""
+    """Return the text of these results on a terminal."""
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(table(results, doing))

@@ -1,4 +1,4 @@
-"""A GPU that is stood in for: workers of a comparison which give figures, and fail as they are told to."""
+"""A stand-in for a GPU: the workers of a comparison return invented figures, and fail if a test wants it."""
 
 from __future__ import annotations
 
@@ -51,33 +51,36 @@ def cells(results: Results) -> dict[str, Cell | Empty]:
 
 
 class Machine:
-    """Stands in for ``verifier.gpu.worker.Worker``: keeps who sat, by interpreter."""
+    """Stands in for ``verifier.gpu.worker.Worker``. ``sat`` records the interpreter and the arms of each
+    session."""
 
     def __init__(self) -> None:
         self.sat: list[tuple[str | None, tuple[str, ...]]] = []
-        self.compiled: list[list[tuple[str, ...]]] = []  # the arms of rows, ahead of all sessions
-        self.tuned: list[tuple[str, ...]] = []  # and a row at a time
+        # for each request, the arms of the rows to compile before all sessions
+        self.compiled: list[list[tuple[str, ...]]] = []
+        self.tuned: list[tuple[str, ...]] = []  # the arms of each row to tune before its sessions
         self.compiler_dies = False
         self.tuning_kills: set[str] = set()
         self.deadly: set[str] = set()
-        self.crowded: set[str | None] = set()  # interpreters that lack memory before the first arm
+        # interpreters for which the GPU lacks memory before the first arm
+        self.crowded: set[str | None] = set()
         self.broken: dict[str, str] = {}
-        self.gone = False  # the GPU is of no more use
+        self.gone = False  # whether the GPU has become unusable
         self.interrupted_at = -1
         self.name, self.torch = "a GPU", "2.0+cu130"
-        self.ceilings = 0  # how often they were measured
-        self.seconds, self.now = 0.0, 0.0  # what a session takes, and the time
-        self.prepared = 0.0  # what an arm took of it
-        self.slow: dict[str, float] = {}  # what one with this arm takes, or of this layer
+        self.ceilings = 0  # how often the ceilings were measured
+        self.seconds, self.now = 0.0, 0.0  # the seconds that a session takes, and the current time
+        self.prepared = 0.0  # the seconds that an arm reports
+        self.slow: dict[str, float] = {}  # the seconds of a session that has this arm or this layer
         self.opened: list[Seat] = []
-        self.ready: list[int] = []  # how many had been opened when a session began
+        self.ready: list[int] = []  # for each session, the number of workers that were open when it began
 
     def __call__(self, python: str | None = None, ahead: tuple[str, ...] = ()) -> Any:
         self.opened.append(Seat(self, python, ahead))
         return self.opened[-1]
 
     def others(self, seat: Seat) -> list[Seat]:
-        """Those besides this one that hold memory."""
+        """Return the other workers that hold memory of the GPU."""
         return [other for other in self.opened if other is not seat and other.asked and not other.closed]
 
     def ask(self, python: str | None, task: Any, asked: Any, *, progress: Any = None, **_: Any) -> Any:
@@ -137,7 +140,7 @@ def _names(asked: Any) -> tuple[str, ...]:
 
 
 class Seat:
-    """One of its workers, which must find the GPU empty."""
+    """A worker of a ``Machine``. When it is asked, no other worker may hold memory of the GPU."""
 
     def __init__(self, owner: Machine, python: str | None, ahead: tuple[str, ...]):
         self.owner, self.python, self.ahead, self.asked, self.closed = owner, python, ahead, False, False
@@ -153,7 +156,7 @@ class Seat:
 
 @contextmanager
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """In place of what ``comparison.measuring`` starts and asks."""
+    """Replace the workers and environments that ``comparison.measuring`` uses; yield the stand-in."""
     found = Machine()
     monkeypatch.setattr(workers, "Worker", found)
     monkeypatch.setattr(measuring, "monotonic", lambda: found.now)
@@ -161,4 +164,4 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(environment, "versions", lambda python, packages: dict.fromkeys(packages, "0.2"))
     monkeypatch.setattr(keys, "version", lambda name: "1.0" if name != "liger-kernel" else "0.8.5")
     yield found
-    assert all(seat.closed for seat in found.opened)  # whatever happened
+    assert all(seat.closed for seat in found.opened)  # every worker is closed, however its session ended

@@ -1,4 +1,5 @@
-"""Programs in fp64: nothing is rounded, so that a derived gradient can be held against autograd."""
+"""Evaluate programs in fp64 without any rounding, so that derived gradients can be compared with
+autograd's."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def evaluate(program: Program, inputs: Tensors, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """A program's outputs; also of one that has no step. Autograd sees through it."""
+    """Return a program's outputs, even if the program has no step. Autograd can differentiate through the
+    evaluation."""
     types = program.types()
     values: list[torch.Tensor] = []
     for index, node in enumerate(program.nodes):
@@ -51,7 +53,8 @@ def evaluate(program: Program, inputs: Tensors, sizes: Mapping[str, int]) -> dic
 def backward(
     program: Program, derived: Derived, memory: Tensors, sizes: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """All gradients by name, from the forward's inputs and outputs and the outputs' gradients."""
+    """Return all gradients by name. ``memory`` holds the forward's inputs and outputs and the outputs'
+    gradients."""
     known = dict(memory)
     if derived.saves:
         known |= evaluate(program._replace(outputs=dict(derived.saves)), memory, sizes)
@@ -71,5 +74,5 @@ def backward(
 
 
 def error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest error, relative to the largest value."""
+    """Return the largest error, relative to the largest value of ``truth``."""
     return float((got - truth).abs().max() / truth.abs().max().clamp_min(1e-30))

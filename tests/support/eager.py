@@ -1,6 +1,6 @@
-"""What a kernel file means, without the tracer: its source run on values in fp64, with no rounding anywhere.
+"""The meaning of a kernel file without the tracer: its source runs on fp64 values, and nothing is rounded.
 
-Written apart from ``primitives``: the only thing the two share is the text of the kernel.
+The implementation is independent of ``primitives``. Both run the same text of a kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Eager:
-    """A value in fp64. ``head``: a "statistic" of heads, one that is "spread", or what is "repeated"."""
+    """A value in fp64. ``head`` tells how the value relates to heads: it is a "statistic", "spread" or
+    "repeated", or "" if it does not depend on heads."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -38,7 +39,7 @@ class Eager:
         return float(self.value.shape[1])
 
     def over(self, columns: int) -> torch.Tensor:
-        """What a tile so wide sees of it."""
+        """Return the value as it enters a tile with this many columns."""
         if not self.head:
             return self.value
         count = columns // self.value.shape[-1]
@@ -48,7 +49,7 @@ class Eager:
 
 
 def calculate(function: Any) -> Any:
-    """An elementwise function of torch's over values and numbers."""
+    """Make an elementwise PyTorch function accept ``Eager`` values and numbers."""
 
     def apply(*args: Any) -> Eager:
         given = [a if isinstance(a, Eager) else Eager(torch.tensor(a, dtype=torch.float64)) for a in args]
@@ -82,7 +83,8 @@ setattr(Eager, "__pow__", calculate(lambda a, b: a**b))  # noqa: B010
 
 
 def _gemm(a: Eager, b: Eager, offsets: Eager | None = None, index: Eager | None = None) -> Eager:
-    """Row by row with offsets: each row's own matrix, or a matrix for each expert of its rows alone."""
+    """Return the product of ``a`` and ``b``. With offsets, multiply each row by its expert's matrix, or
+    compute one matrix for each expert from only its rows."""
     if index is not None:
         a = Eager(torch.stack([a.value[token] for token in index.value.long().tolist()]))
     if offsets is None:
@@ -197,10 +199,10 @@ VOCABULARY: dict[str, Any] = {
 
 
 def truth(source: str, signature: Signature, inputs: Tensors, sizes: Mapping[str, int]) -> Tensors:
-    """What the kernel ``k`` of a file means; ``sizes`` has the static dims."""
+    """Return the outputs of the kernel ``k`` in ``source``. ``sizes`` contains the static dims."""
     values: dict[str, Any] = {name: Eager(t.double()) for name, t in inputs.items()}
     values |= {**signature.constants} | {d: sizes[d] for d in signature.static}
-    imports, code = source.split("\n", 1)  # what it imports is the names above
+    imports, code = source.split("\n", 1)  # VOCABULARY has the imported names
     assert imports.startswith("from primitives import ")
     namespace = dict(VOCABULARY)
     exec(compile(code, "<truth>", "exec"), namespace)

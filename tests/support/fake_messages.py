@@ -1,4 +1,5 @@
-"""A Messages API on loopback that does as told, request by request: answers, errors, broken streams."""
+"""A Messages API on loopback that follows a script with one reply for each request: answers, errors, broken
+streams."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ USAGE = {
 }
 
 
-COUNTED = 4311  # tokens of any request, as the server has it
+COUNTED = 4311  # the server's token count of every request
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its headers
+    disable_nagle_algorithm = True  # otherwise a body waits 40 ms for the acknowledgement of its headers
     server: _Server
 
     def do_GET(self) -> None:
-        """What the API tells of a model."""
+        """Send the API's description of a model."""
         self.server.model(self)
 
     def do_POST(self) -> None:
@@ -67,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.chunk(f"event: {event}\ndata: {json.dumps({'type': event, **fields})}\n\n")
 
     def start_message(self, usage: dict[str, int] = USAGE) -> None:
-        """A stream up to its first block."""
+        """Begin a stream, up to its first block."""
         message: dict[str, Any] = {
             "id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": usage,
@@ -76,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.event("message_start", message=message)
 
     def begin(self, text: str, usage: dict[str, int] = USAGE) -> None:
-        """A stream up to the middle of its only text block."""
+        """Begin a stream, up to the middle of its only text block."""
         self.start_message(usage)
         self.event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         self.event("ping")
@@ -87,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
     def end(self, stop_reason: str, output_tokens: int = 7, **details: Any) -> None:
-        """The end of a stream whose blocks have ended."""
+        """End a stream whose blocks have ended."""
         delta = {"stop_reason": stop_reason, "stop_sequence": None, **details}
         self.event("message_delta", delta=delta, usage={"output_tokens": output_tokens})
         self.event("message_stop")
@@ -110,7 +111,7 @@ Reply = Callable[[_Handler], None]
 
 
 def _blank_text(request: dict[str, Any]) -> bool:
-    """Whether a message holds what the API refuses: a text block of nothing but whitespace."""
+    """Return whether a message contains a text block of only whitespace, which the API refuses."""
     blocks = [block for message in request["messages"] for block in message["content"]]
     return any(block["type"] == "text" and not block["text"].strip() for block in blocks)
 
@@ -127,9 +128,12 @@ class _Server(ThreadingHTTPServer):
 
 
 class FakeMessages:
-    """Serves `script`, a reply a request, while the `with` lasts; `requests` and `headers` are what came.
+    """Serves ``script``, one reply for each request, within the ``with`` block. ``requests`` and ``headers``
+    record the requests.
 
-    Tokens are counted (`count`; `counted` is what of) and models described (`model`) as often as is asked."""
+    Requests that count tokens or ask for a model are not part of the script. ``count`` and ``model`` answer
+    them, and ``counted`` records the requests that count tokens.
+    """
 
     def __init__(self, *script: Reply, count: Reply | None = None, model: Reply | None = None):
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -159,7 +163,7 @@ def counts(tokens: int) -> Reply:
 
 
 def describes(adaptive: bool = True, max_tokens: int = 64_000) -> Reply:
-    """A model that can think adaptively, or cannot."""
+    """Return a description of a model, with or without adaptive thinking."""
     thinking = {
         "supported": True,
         "types": {"adaptive": {"supported": adaptive}, "enabled": {"supported": True}},
@@ -175,7 +179,7 @@ def answer(
     usage: dict[str, int] = USAGE,
     **details: Any,
 ) -> Reply:
-    """A whole answer, streamed a word at a time."""
+    """Send a complete answer, word by word."""
 
     def reply(handler: _Handler) -> None:
         handler.begin(text, usage)
@@ -186,7 +190,8 @@ def answer(
 
 
 def slowly(*parts: str, pause: float, ping: bool = False) -> Reply:
-    """A whole answer with a pause of so many seconds after each part, and a ping in the middle of it."""
+    """Send a complete answer with ``pause`` seconds after each part. If ``ping`` is true, send a ping in the
+    middle of each pause."""
 
     def reply(handler: _Handler) -> None:
         handler.start_message()
@@ -204,14 +209,14 @@ def slowly(*parts: str, pause: float, ping: bool = False) -> Reply:
 
 
 def nothing(handler: _Handler) -> None:
-    """A whole answer without a block."""
+    """Send a complete answer without blocks."""
     handler.start_message()
     handler.end("end_turn")
 
 
 def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "", cut: bool = False) -> Reply:
-    """An answer that says something, thinks and uses tools, as (name, input); ``cut``: at max_tokens, inside
-    the last input."""
+    """Send an answer with text, thinking and tool calls. A call is a pair (name, input). If ``cut`` is true,
+    the answer ends at max_tokens, within an input."""
 
     def reply(handler: _Handler) -> None:
         handler.begin(text)
@@ -243,7 +248,7 @@ def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "",
 
 
 def status(code: int, kind: str, message: str = "no", **headers: str) -> Reply:
-    """An error before any stream; in header names `_` stands for `-`."""
+    """Send an error before any stream. In the names of ``headers``, `_` stands for `-`."""
 
     def reply(handler: _Handler) -> None:
         body = json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
@@ -255,7 +260,7 @@ def status(code: int, kind: str, message: str = "no", **headers: str) -> Reply:
 
 
 def error_in_stream(kind: str) -> Reply:
-    """A stream of status 200 that turns into an error."""
+    """Send a stream with status 200, and then an error in the stream."""
 
     def reply(handler: _Handler) -> None:
         handler.begin("half an")
@@ -266,26 +271,26 @@ def error_in_stream(kind: str) -> Reply:
 
 
 def cut_off(handler: _Handler) -> None:
-    """The connection breaks in the middle."""
+    """Close the connection in the middle of the message."""
     handler.begin("half an")
     handler.cut()
 
 
 def ends_early(handler: _Handler) -> None:
-    """The response ends in good order, the message does not."""
+    """End the response properly in the middle of the message."""
     handler.begin("half an")
     handler.end_cleanly()
 
 
 def stalls(handler: _Handler) -> None:
-    """Silence in the middle, until the server goes."""
+    """Send half of a message, then nothing until the server stops, but for at most 30 s."""
     handler.begin("half an")
     handler.server.over.wait(30)
     handler.cut()
 
 
 def pings(handler: _Handler) -> None:
-    """Pings in the middle, and nothing else, for ten seconds or until somebody goes."""
+    """Send half of a message, then only pings for ten seconds or until one side goes."""
     handler.begin("half an")
     with suppress(OSError):
         for _ in range(500):
@@ -296,21 +301,21 @@ def pings(handler: _Handler) -> None:
 
 
 def not_json(handler: _Handler) -> None:
-    """An event whose data is cut off."""
+    """Send an event with incomplete data."""
     handler.begin("half an")
     handler.chunk('event: content_block_delta\ndata: {"type": "content_block_de\n\n')
     handler.end_cleanly()
 
 
 def out_of_order(handler: _Handler) -> None:
-    """A delta for a block that never began."""
+    """Send a delta for a block that never began."""
     handler.begin("half an")
     handler.event("content_block_delta", index=5, delta={"type": "text_delta", "text": "?"})
     handler.end_cleanly()
 
 
 def a_web_page(handler: _Handler) -> None:
-    """Status 200 from something else, such as a captive portal."""
+    """Send a web page with status 200, as a captive portal does."""
     handler.start(200, "text/html", Content_Length="13")
     handler.end_headers()
     handler.wfile.write(b"<html></html>")

@@ -1,4 +1,4 @@
-"""Pieces of the tests' own for slots on a cluster: what machines do to the work on them."""
+"""Pieces of work that tests run in the slots of a cluster. Some disturb their machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coda_agent.verifier.gpu.worker import report
 
 
 def kill_seat_once(marker: str) -> dict[str, Any]:
-    """Kill the process of Ray's that holds this slot, the first time."""
+    """Kill the Ray process that holds this slot, but only the first time."""
     if not Path(marker).exists():
         Path(marker).touch()
         os.kill(os.getppid(), signal.SIGKILL)
@@ -35,7 +35,8 @@ def fill_cache(size: int) -> dict[str, Any]:
 
 
 def tune_toy(asked: dict[str, str]) -> dict[str, Any]:
-    """Compile what a tuning compiles of an accepted program, and count what was not compiled before."""
+    """Compile the schedules that a tuning of an accepted program compiles. Count the schedules that were not
+    compiled before."""
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.primitives.compiler.probe_schedules import PROBES
     from coda_agent.primitives.lang.ir import Program
@@ -52,7 +53,8 @@ def large(size: int) -> dict[str, Any]:
 
 
 def surroundings(_: object) -> dict[str, Any]:
-    """The surroundings of a piece: its GPUs, secrets in its environment, its clock and its node."""
+    """Return the surroundings of a piece: its GPUs, the secrets in its environment, its clock and its
+    node."""
     return {
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "secrets": [name for name in os.environ if "KEY" in name or "TOKEN" in name],

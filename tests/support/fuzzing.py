@@ -1,4 +1,4 @@
-"""Damage to valid files: of their bytes, their lines, or their values. The same seed does the same damage."""
+"""Damage the bytes, lines or values of valid files. The same seed does the same damage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 Json = Any
 
-# What a field may hold that it should not.
+# values that a field should not have
 VALUES: list[Json] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63) - 1, 10**18, 10**400),
     *(0.5, -1.0, 1e-320, 1e308, -1e308, math.nan, math.inf, -math.inf),
@@ -24,30 +24,31 @@ SCRAPS = [
     *(b"*a", b"!!", b"? {a: 1}\n: "),
     *(b"\n", b"\t", b"'", b"# ", b"@", b"<<: ", b"- - - ", b"(" * 300, b"~" * 300, b"lambda: ", b"__class__"),
 ]
-DEEP = 400  # levels
+DEEP = 400  # levels of nesting
 
 
 class Damage:
-    """One input's damage."""
+    """Damages one input; the seed determines how."""
 
     def __init__(self, seed: str):
         self.random = random.Random(seed)
 
     def value(self, sound: Json) -> Json:
-        """A copy of JSON's values with one to three changes somewhere in it."""
+        """Return a copy of a JSON value with one to three changes."""
         tree = [deepcopy(sound)]
         for _ in range(self.random.choice((1, 1, 1, 2, 3))):
             self._change(tree)
         return tree[0]
 
     def json(self, sound: Json) -> bytes:
-        """``value`` as a file, or the sound one with its bytes damaged."""
+        """Return ``value(sound)`` as JSON bytes, or sometimes the JSON of ``sound`` with damaged bytes."""
         if self.random.random() < 0.15:
             return self.bytes(json.dumps(sound).encode())
         return json.dumps(self.value(sound)).encode()
 
     def bytes(self, sound: bytes) -> bytes:
-        """A file that was cut off, overwritten, or had something put in or taken out."""
+        """Return ``sound`` after it was cut off, overwritten or rearranged, or after bytes were inserted or
+        removed."""
         start = self.random.randrange(len(sound) + 1)
         end = min(len(sound), start + self.random.choice((1, 1, 4, 40, 400)))
         scrap = self.random.choice(SCRAPS)
@@ -63,13 +64,14 @@ class Damage:
         )
 
     def text(self, sound: str) -> str:
-        """``lines``, or bytes damaged and read as text."""
+        """Return the text with damaged lines, or with damaged bytes that are decoded again."""
         if self.random.random() < 0.5:
             return self.bytes(sound.encode()).decode("utf-8", "replace")
         return self.lines(sound)
 
     def lines(self, sound: str) -> str:
-        """A text with one to three lines taken out, doubled, swapped, moved in or given another word."""
+        """Return a text in which one to three lines are removed, doubled, swapped, indented or given another
+        word."""
         lines = sound.split("\n")
         for _ in range(self.random.choice((1, 1, 2, 3))):
             at, other = (self.random.randrange(len(lines)) for _ in range(2))
@@ -101,7 +103,7 @@ class Damage:
             case 0 if holder is not tree:
                 del holder[key]
             case 1:
-                holder[key] = deepcopy(source[other])  # what stands elsewhere
+                holder[key] = deepcopy(source[other])  # a value from another place
             case 2 if isinstance(holder, dict):
                 holder[f"{key}{self.random.choice(('x', '/2', '0', chr(27)))}"] = deepcopy(holder[key])
             case 3 if isinstance(holder, dict):
@@ -118,7 +120,7 @@ class Damage:
 
 
 def _places(node: Json) -> Any:
-    """Every place that has a value: what holds it, and its key there."""
+    """Yield the place of every value: its container, and its key or index there."""
     for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
         yield node, key
         if isinstance(value, dict | list):

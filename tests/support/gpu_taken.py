@@ -1,4 +1,4 @@
-"""A GPU on which another command measures."""
+"""Simulate that another command measures on the GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from coda_agent.primitives.system.files import cache_dir
 
 @contextmanager
 def gpu_taken(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], object]) -> Iterator[list[bool]]:
-    """Until ours waits for it. What is given: for each wait, whether ours had ``begun`` to measure."""
+    """Hold the GPU's lock until the command under test waits for it. Yield a list that gets an entry for each
+    wait: whether the command had ``begun`` to measure."""
     lock = FileLock(cache_dir() / "gpu.lock")
     waited: list[bool] = []
 
     class Waiting(FileLock):
         def acquire(self, timeout: float | None = None, *given: Any, **more: Any) -> Any:
-            if timeout:  # it has asked once without waiting
+            if timeout:  # the command has already tried once without waiting
                 waited.append(bool(begun()))
                 lock.release()
             return super().acquire(timeout, *given, **more)
@@ -28,5 +29,5 @@ def gpu_taken(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], object]) -> I
     monkeypatch.setattr("coda_agent.agent.artifacts.gpu_lock.FileLock", Waiting)
     with lock:
         yield waited
-    with FileLock(cache_dir() / "gpu.lock", timeout=0):  # it is free again
+    with FileLock(cache_dir() / "gpu.lock", timeout=0):  # the lock is free again
         pass

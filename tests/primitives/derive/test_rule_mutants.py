@@ -1,9 +1,9 @@
 """Every mistake in a derivative rule is found, because the pair's text is not the gradient that autograd
 computes.
 
-A mutant changes one operation that a rule adds to the graph (its sign, a factor, a term, a mask, an order),
-or a gradient that the rule returns. Each mutant is tried on the smallest program that uses the rule's
-primitive.
+A mutant changes a gradient that a rule returns, or one operation that a rule adds to the graph. The change of
+an operation concerns its sign, a factor, a term, a mask or an order. Each mutant is tried on the smallest
+program that uses the rule's primitive.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def at(data: Json, path: Sequence[int | str]) -> Json:
 
 @st.composite
 def programs(draw: st.DrawFn) -> str:
-    """A real program's JSON with a few changes, and sometimes a token amiss."""
+    """Draw the JSON text of a real program with a few changes, and sometimes with an invalid token."""
     data = deepcopy(draw(st.sampled_from(PROGRAMS)))
     for _ in range(draw(st.integers(0, 2))):  # changes after which the JSON may still be a valid program
         index = draw(st.integers(0, len(data["nodes"]) - 1))

@@ -1,7 +1,8 @@
-"""Random programs: traced or refused, the same after JSON, right against fp64, lowered to what runs alike.
+"""Random programs are traced or refused. A traced program survives JSON, agrees with fp64, and its lowered
+text computes the same values.
 
-Three are compiled for sm_90a, with --thorough two hundred: every step, as the compile gate does it. Registers
-and spills are properties of the tests, which --junitxml writes.
+Three programs are compiled for sm_90a, or two hundred with --thorough. Every step is compiled, as in the
+compile gate. The tests record registers and spills as properties, which --junitxml writes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from coda_agent.primitives.runtime.compile import report
 
 pytestmark = pytest.mark.slow
 
-# Of an output that is rounded to nearest: half a unit in the last place, relative to the value.
+# the largest error, relative to the value, of an output that is rounded to nearest: half a unit in the last
+# place
 ROUNDING = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
@@ -45,12 +47,15 @@ ROUNDING = {
     torch.float8_e4m3fn: 2.0**-4,
     torch.float8_e5m2: 2.0**-3,
 }
-# fp32 throughout: a product of at most 24 terms and a dozen operations, each of which keeps a few units
-# of 2**-24 and stretches them a little. 4e-6 is the most that thousands of programs showed.
+# The allowed error if all values are fp32. A product has at most 24 terms, followed by about a dozen
+# operations. Each operation adds a few units of 2**-24 and amplifies earlier errors a little. The largest
+# error in thousands of programs was 4e-6.
 FP32 = 2e-5
-# Between steps values are rounded to 16 bits: by 2**-8 of each, stretched by what follows.
+# The allowed error if values are rounded to 16 bits between steps. Rounding changes each value by up to
+# 2**-8, and later operations amplify this error.
 CHAINED = 0.08
-# The same where both sides round, and now and then one of them to the other neighbour.
+# The allowed error if both programs round between steps. Sometimes the two round a value to different
+# neighbours.
 FLIPPED = 0.02
 REFUSALS = {"homeless", "pending", "sweep", "width", "updates", "dtype", "outputs", "size_choice", "grouped"}
 
@@ -64,12 +69,14 @@ PROPERTY = settings(
 
 
 def check_close(got: Tensors, expected: Tensors, slack: float) -> None:
-    """Within the rounding of what is stored, on one side or both, and ``slack`` of the output's size."""
+    """Check that each output is within its rounding error, plus ``slack`` times the output's size. If both
+    sides round the output, both rounding errors count."""
     for name, value in got.items():
         exact = expected[name].double()
         size = max(exact.square().mean().sqrt().item(), 0.05)
         rounding = ROUNDING[value.dtype] + ROUNDING.get(expected[name].dtype, 0.0)
-        least = torch.finfo(value.dtype).tiny * torch.finfo(value.dtype).eps  # a step between subnormals
+        # the distance between subnormal numbers
+        least = torch.finfo(value.dtype).tiny * torch.finfo(value.dtype).eps
         allowed = rounding * exact.abs() + least + slack * size
         off = ((value.double() - exact).abs() / allowed).max().item()
         assert value.shape == exact.shape
@@ -77,7 +84,7 @@ def check_close(got: Tensors, expected: Tensors, slack: float) -> None:
 
 
 def check(made: Made, program: Program) -> None:
-    """Everything that holds of a program without a compiler."""
+    """Check every property of a program that needs no compiler."""
     assert made.trace() == program
     text = program.to_json()
     again = Program.from_json(text, made.signature)
@@ -93,7 +100,7 @@ def check(made: Made, program: Program) -> None:
 
 
 def check_text(made: Made, text: str) -> None:
-    """It parses, and says nothing that the program named."""
+    """Check that the lowered text parses and contains no name of the program."""
     said: set[Any] = set()
     for node in ast.walk(ast.parse(text)):
         said |= {getattr(node, field, None) for field in ("id", "attr", "arg", "name")}
@@ -104,13 +111,13 @@ def check_text(made: Made, text: str) -> None:
 
 
 def rounds_between(program: Program) -> bool:
-    """Whether a step reads what was computed and stored before it."""
+    """Return whether a step reads a value that was computed and stored before it."""
     steps = cut(program)
     return len(steps.gemms) > 1 or -1 in steps.finishes
 
 
 def kernels(bold: float) -> st.SearchStrategy[Made]:
-    """``bold``: how often a rule is broken on purpose."""
+    """``bold``: how often a program breaks a rule on purpose."""
     return st.randoms(use_true_random=False).map(lambda random: make(random, bold))
 
 
@@ -136,7 +143,8 @@ def test_programs_are_right_or_refused(made: Made) -> None:
 
 
 def features(program: Program) -> set[object]:
-    """What a compiler sees of a program: operations, and which arguments its kernels take."""
+    """Return the features of a program that matter to a compiler: its operations, and the arguments of its
+    kernels."""
     lowered = lower(program)
     found: set[object] = {n.op for n in program.nodes}
     for gemm in lowered.gemms:
@@ -151,7 +159,7 @@ def features(program: Program) -> set[object]:
 
 @cache
 def varied(count: int) -> list[int]:
-    """Seeds of programs that together have the most features, for their size."""
+    """Return the seeds of ``count`` programs that together have many features for their size."""
     found = {}
     for seed in range(max(60, 10 * count)):
         try:
@@ -176,7 +184,7 @@ def test_every_operation_occurs() -> None:
         except ProgramError as error:
             assert error.code in REFUSALS
     assert {n.op for p in programs for n in p.nodes} == OPERATIONS.keys()
-    assert len(programs) > 120  # else the generator has learnt to be refused
+    assert len(programs) > 120  # if fewer pass, too many of the generator's programs are refused
     gemms = [g for p in programs for g in lower(p).gemms if g.offsets is not None]
     assert {g.own for g in gemms} == {False, True} and len(gemms) > 20
     assert any(g.index is not None for g in gemms)
@@ -184,7 +192,8 @@ def test_every_operation_occurs() -> None:
 
 @pytest.mark.parametrize("experts", [1, 2, 5])
 def test_offsets_rise_and_leave_experts_without_rows(experts: int) -> None:
-    """All rows go to one expert, or all but one; and some experts have none."""
+    """Some draws give all rows to one expert, and some give all but one row to one expert. Experts without
+    rows occur too."""
     made = Made(signature({"o": tensor("E + 1", "int32")}, {}), "", {"o": ("offsets", "M")}, {})
     drawn = [made.draw({"E": experts, "M": 24}, seed)["o"].tolist() for seed in range(40)]
     assert all(len(o) == experts + 1 and o == sorted(o) and (o[0], o[-1]) == (0, 24) for o in drawn)
@@ -254,7 +263,7 @@ CALLS = tuple(n for n in primitives.__all__ if n != "kernel")
 
 @st.composite
 def nonsense(pick: st.DrawFn) -> list[str]:
-    """Lines of any operation on anything."""
+    """Draw lines that apply any operation to any value."""
     lines = ["h = t = gemm(x, w.mT)"]
     for _ in range(pick(st.integers(1, 4))):
         a, b, c = (pick(st.sampled_from(NAMES)) for _ in range(3))
@@ -341,7 +350,7 @@ LEAVES: st.SearchStrategy[Any] = st.sampled_from(
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
-    """Every container in a JSON value, with each of its keys or indices."""
+    """Return every container in a JSON value, once with each of its keys or indices."""
     if not isinstance(data, dict | list):
         return []
     keys = list(data) if isinstance(data, dict) else range(len(data))
@@ -350,7 +359,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def tampered(pick: st.DrawFn) -> str:
-    """A program's JSON with one to three places overwritten, wherever they are."""
+    """Draw a program's JSON with one to three values overwritten at random places."""
     data = json.loads(CHAIN.program.to_json())
     for _ in range(pick(st.integers(1, 3))):
         container, key = pick(st.sampled_from(places(data)))

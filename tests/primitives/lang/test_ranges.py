@@ -1,4 +1,5 @@
-"""Ranges of a tile's columns as outputs of their own: what they hold, what is refused, and their compile."""
+"""Ranges of a tile's columns as separate outputs: their values, the programs that are refused, and
+compiling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reduction is said in one place: one that the vocabulary lacks is registered, and everything serves it."""
+"""A new reduction needs one definition. After it is registered, every part of the compiler can use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from coda_agent.primitives.runtime.compile import _environment
 
 pytestmark = pytest.mark.slow
 
-# Of a tile and of ones half and twice as wide, and of one that is not 0 past the matrix's edge.
+# Reductions of a tile as wide as the GEMM, twice as wide and half as wide. The added 9 keeps values past the
+# matrix's edge from being 0.
 DECLARED = signature(
     {"x": tensor("M, K"), "w": tensor("2*F, K"), "r": tensor("M, 2*F")},
     {

@@ -1,5 +1,5 @@
-"""What a refusal suggests: each program is refused with words and the author's line, and what the words say
-to write instead is traced and run, if need be as another spec's kernel."""
+"""Every refusal names the author's line and suggests a remedy. The suggested program can be traced and run,
+in some cases as a kernel for another spec."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ T = "t = gemm(x, w.mT)"
 
 
 class Case(NamedTuple):
-    """``lines`` are refused at ``line`` with each of ``words``; ``instead`` is what they say, perhaps for
-    other outputs."""
+    """A program whose ``lines`` are refused at ``line``. The message contains each of ``words``. ``instead``
+    is the suggested program; its outputs are ``others``, or else ``outputs``."""
 
     outputs: dict[str, TensorType]
     lines: tuple[str, ...]
@@ -279,7 +279,7 @@ HEADED = {
 
 
 def given(case: Case, outputs: dict[str, TensorType]) -> Signature:
-    """The signature of a case's kernel with these outputs."""
+    """Return the signature of the case's kernel with these outputs."""
     inputs, static = (HEADS, ("P",)) if case in HEADED.values() else (INPUTS, ())
     return signature(inputs, outputs, static)
 
@@ -299,7 +299,7 @@ def test_what_is_refused_says_what_to_write_and_that_runs(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["select from half", "head sums of half"])
 def test_the_suggestion_is_the_same_sum(name: str) -> None:
-    """Where the words give another way to the very value: against PyTorch."""
+    """If the message suggests another way to compute the same value, this way agrees with PyTorch."""
     case = (TILES | HEADED)[name]
     declared = given(case, case.outputs)
     inputs = draw(declared, SIZES)
@@ -326,7 +326,8 @@ def test_an_outputs_line_is_that_of_its_entry() -> None:
 
 @pytest.mark.parametrize("made", ["row_sums(r)", "column_max(r)", "row_select(r, i)"])
 def test_a_reduction_of_an_input_is_refused_where_it_stands(made: str) -> None:
-    """Not on the line of ``@kernel``, though inputs are made there, nor where the input is read first."""
+    """The refusal names the line of the reduction. It does not name the line of ``@kernel``, where inputs are
+    created, or the line that first reads the input."""
     declared = signature(INPUTS, {"o": tensor("M, N"), "s": tensor("N" if "column" in made else "M", "fp32")})
     with pytest.raises(ProgramError) as caught:
         trace_source(

@@ -1,4 +1,5 @@
-"""Rows that are -inf throughout, as masked logits are: in the interpreter, in lowered text, between steps."""
+"""Rows of -inf, as in masked logits, give correct reductions in the interpreter, in lowered text and in the
+finishing kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_rows_of_minus_infinity(run: Callable[[Program, Tensors], Tensors], colu
     inputs = draw(DECLARED, {"M": 6, "K": 8, "N": columns})
     inputs["mask"] = torch.zeros(6, columns)
     inputs["mask"][:4] = -math.inf
-    inputs["mask"][3, 5] = 0.0  # one is left
+    inputs["mask"][3, 5] = 0.0  # one element of this row is finite
     inputs["index"] = torch.tensor([0, columns - 1, -100, 5, 4, columns])
     got = run(MASKED, inputs)
     t = inputs["x"].float() @ inputs["w"].float().mT + inputs["mask"]
@@ -45,11 +46,12 @@ def test_rows_of_minus_infinity(run: Callable[[Program, Tensors], Tensors], colu
     torch.testing.assert_close(got["peak"], t.amax(1), rtol=1e-5, atol=1e-5)
     expected = [-math.inf, -math.inf, 0.0, float(t[3, 5]), float(t[4, 4]), 0.0]  # an ignored target gives 0
     torch.testing.assert_close(got["picked"], torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    assert got["gap"][:2].isnan().all() and got["gap"][2] == -math.inf  # inf - inf, as torch has it
+    assert got["gap"][:2].isnan().all() and got["gap"][2] == -math.inf  # inf - inf is nan, as in torch
 
 
 def device_functions(name: str, **stand_ins: Any) -> dict[str, Any]:
-    """The functions of a module of ``primitives/device``, with Python in CuTeDSL's place."""
+    """Return the functions of a module of ``primitives/device``. ``stand_ins`` are Python objects that
+    replace CuTeDSL."""
     source = ROOT / "primitives" / "device" / f"{name}.py"
     tree = ast.parse(source.read_text(encoding="utf-8"))
     body = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
@@ -64,7 +66,8 @@ def device_functions(name: str, **stand_ins: Any) -> dict[str, Any]:
 
 
 def test_partials_of_minus_infinity_are_finished() -> None:
-    """One thread finishes a row alone, so that it adds in order what eight would share."""
+    """One thread finishes the row here, so it adds all partials in order. On a GPU, eight threads share
+    them."""
     cute = types.SimpleNamespace(math=types.SimpleNamespace(
         exp=lambda x, fastmath: torch.exp(x), log=lambda x, fastmath=True: torch.log(x)
     ))  # fmt: skip

@@ -1,4 +1,5 @@
-"""Tracing: what a kernel file becomes, and that each mistake is refused with a code and its line."""
+"""A kernel file is traced to a graph. Every mistake in a kernel file is refused with a code and the line of
+the mistake."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_parameters_may_come_in_any_order_and_go_unused() -> None:
 
 
 ERRORS: list[tuple[str, str, int, str]] = [
-    # expression or statement on line 5, after "h = gemm(x, w.mT)" on line 4; code; line; words
+    # Each entry: the expression or statement on line 5, the code, the line, and words of the message. Line 4
+    # is "h = gemm(x, w.mT)".
     ("return {}", "outputs", 5, "missing o"),
     ("return {'o': h, 'p': h}", "outputs", 5, "extra p"),
     ("return {'p': h}", "outputs", 5, "missing o; extra p"),
@@ -273,7 +275,8 @@ def test_rope_is_made_of_other_primitives() -> None:
 SUMS = "a size is made of static dims (parameters of the kernel) and whole numbers by + and *"
 SWEEP = "has only the accumulator, its vectors and scalars"
 MISUSES: list[tuple[str, str, int, str]] = [
-    # statement on line 5, after "t = gemm(x, w.mT)" on line 4; if it is no "return", its value is returned
+    # Each entry starts with the statement on line 5. Line 4 is "t = gemm(x, w.mT)". If the statement is no
+    # "return", the test returns its value.
     ("head_sums(t)", "python", 5, "TypeError"),
     ("head_sums(t, 4)", "width", 5, "2*H*P is not divisible by 4"),
     ("head_sums(t, True)", "argument", 5, SUMS),
@@ -451,7 +454,7 @@ def test_files_are_refused(text: str, code: str, at: int | None, words: str) -> 
 
 
 def test_the_line_is_the_kernel_files_own() -> None:
-    """Where a helper fails, the innermost line is named."""
+    """If a helper fails, the error names the innermost line."""
     helper = "def helper(t):\n    y = t + 1\n    return y[0]\n"
     text = source(TILE, "h = gemm(x, w.mT)", "helper(h)", UNREAL).replace("@kernel", helper + "@kernel")
     assert refused(text).line == 4
@@ -464,14 +467,15 @@ def test_values_live_as_long_as_their_kernel_runs() -> None:
 
 
 def test_tracing_leaves_nothing_behind() -> None:
-    """A refused kernel does not spoil the next."""
+    """After a kernel was refused, the next kernel is traced normally."""
     before = NORM.program.hash
     refused(source(TILE, "gemm(x, w.mT)[0]"))
     assert NORM.program.hash == before
 
 
 def test_lines_reach_the_cut() -> None:
-    """A refusal by the cut names the line of the expression that has no home."""
+    """If partitioning refuses a program, the error names the line of the expression that no step can
+    compute."""
     lines = ["h = gemm(x, w.mT)", "t = h * per_row(row_sums(h))", "u = t + 1", "return {'o': u}"]
     assert (refused(source(TILE, *lines)).code, refused(source(TILE, *lines)).line) == ("pending", 6)
 

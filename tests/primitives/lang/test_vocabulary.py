@@ -1,4 +1,5 @@
-"""The primitives' pages: all that a page must say, and examples that trace and give no kernel away."""
+"""The primitives' documentation pages are complete. Their examples can be traced and contain no line of a
+generated kernel."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ COLUMNS = {
     "2*F": "F",
     "H*W": "W",
     "2*H*P": "P",
-}  # of the examples' tile, in pairs or heads, and what is static
+}  # the columns of the examples' tile, in pairs or heads, and the static dim
 OUTPUTS = ("M, {0}", "M, F", "M, K", "M, H", "M, {1}", "M", "{0}")
-NODES = {"pairs": "even", "rope": "sin"}  # what a page's primitive is in a program, where not its own name
+# the operation in the program, if its name is not the primitive's name
+NODES = {"pairs": "even", "rope": "sin"}
 
 
 def page(name: str) -> re.Match[str]:
@@ -53,7 +55,8 @@ def test_a_page_says_shapes_dtypes_cost_and_family(name: str) -> None:
 
 
 def programs(lines: list[str]) -> Iterator[Program]:
-    """What an example traces to, on a tile ``t`` of pairs or heads, whatever its last line makes."""
+    """Yield the programs that an example traces to. Its tile ``t`` consists of pairs or heads, and its output
+    may have any of several shapes."""
     result = lines[-1].partition(" = ")[0]
     for columns, static in COLUMNS.items():
         declared = {
@@ -86,14 +89,15 @@ def called(line: str) -> set[str]:
 
 
 class Nameless(ast.NodeTransformer):
-    """An expression whose variables are all called alike."""
+    """Replaces all variables in an expression by one name. Names of primitives stay."""
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
         return node if node.id in primitives.__all__ else ast.Name("any")
 
 
 def shapes(line: str) -> Iterator[str]:
-    """The expressions in a line that combine two operations and more, without their names."""
+    """Yield each expression in a line that combines at least two operations, with its variables replaced by
+    one name."""
     for node in ast.walk(ast.parse(line)):
         steps = sum(isinstance(n, ast.Call | ast.BinOp | ast.Compare | ast.UnaryOp) for n in ast.walk(node))
         if isinstance(node, ast.expr) and steps > 1:

@@ -1,4 +1,5 @@
-"""Raw CuTeDSL: an edited text becomes an object in a confined child, and only that object is loaded."""
+"""Raw CuTeDSL: a confined child process compiles an edited text to an object file. Only this object file is
+loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from coda_agent.primitives.system.files import write_atomic
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_workers")]
 
-PROGRAM = kernels.BACKWARD.program  # sums of rows and columns: vector kernels too
+# this program has sums of rows and of columns, so it also has vector kernels
+PROGRAM = kernels.BACKWARD.program
 SIZES = {dim: 256 for dim in PROGRAM.signature.dims}
 ONE = PROBES[:1]
 LOOP = "        for i in cutlass.range("
@@ -52,7 +54,7 @@ def line_of(text: str, words: str) -> int:
 
 @pytest.fixture(scope="module")
 def built() -> Lowered:
-    """The program's own text, compiled as if an author had given it back."""
+    """Compile the program's own text as if it were an author's edit; return the lowered program."""
     lowered = KernelSource(PROGRAM, edited=editable(PROGRAM)).lowered
     found = report(KernelSource(PROGRAM, edited=lowered.text), SIZES, ONE)
     assert [r.kernel for r in found] == raw.names(lowered)
@@ -88,7 +90,7 @@ def test_another_text_is_another_object(built: Lowered) -> None:
     paths = [raw.Wanted(each, each.gemms[0], ONE[0], SIZES).path() for each in (built, other)]
     assert paths[0].exists() and not paths[1].exists()
     again = raw.Wanted(built, built.gemms[0], ONE[0]._replace(swizzle=2), SIZES)
-    assert again.path() == paths[0]  # rasterisation is an argument of the launch
+    assert again.path() == paths[0]  # the swizzle is an argument of the launch, not part of the object
 
 
 def test_an_objects_name_is_one_of_ours_to_the_end(
@@ -104,7 +106,8 @@ def test_an_objects_name_is_one_of_ours_to_the_end(
 
 
 def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of modules that the text before the edit does not import, too; of others it does not."""
+    """The hash of an edited text covers every device module that the text imports, even if the original text
+    does not import it. Other modules do not count."""
     text = edited("import cutlass\n", "import cutlass\nfrom primitives.device.softplus import softplus\n")
 
     def hash_of(text: str) -> str:
@@ -125,7 +128,8 @@ def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.M
 
 
 def test_an_object_is_for_heads_of_one_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A kernel's own, and its arguments' too: nothing that is kept for another width is served."""
+    """The width of heads is part of an object's path, through the kernel or through its arguments. An object
+    for another width is never loaded."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
     program = kernels.ROPE.program
@@ -244,7 +248,8 @@ def test_a_refusal_names_the_line_and_the_reason(
 
 
 def test_a_refused_edit_costs_no_new_compiler(built: Lowered) -> None:
-    """Only its confined child ends; what it left in the compiler's folder is gone."""
+    """After a refused edit, only its confined child ends. The compiler process continues, and its scratch
+    folder is empty."""
     refused(edited(LOOP, f"        raise SystemExit\n{LOOP}"))
     compiler = compiling._running
     assert compiler is not None
@@ -277,7 +282,7 @@ def _forever() -> dict[str, object]:
 
 
 def test_its_machine_code_stands_beside_its_lines(built: Lowered) -> None:
-    """Of an edited line too, and from a confined child."""
+    """The listing also covers an edited line and a compile in a confined child."""
     text = built.text.replace(LOOP, f"        # nothing\n{LOOP}")
     step, *vectors = disassemble(KernelSource(PROGRAM, {0: ONE[0]}, edited=text), SIZES)
     lines = step.lines()

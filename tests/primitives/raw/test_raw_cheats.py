@@ -1,4 +1,5 @@
-"""Every cheat in edited CuTeDSL ends as it must, and what it was made from is Checked."""
+"""Every cheat in edited CuTeDSL ends as expected. The honest text, from which the cheats are made, is
+Checked."""
 
 from __future__ import annotations
 
@@ -38,8 +39,10 @@ Compile = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """A process that compiles one text after the other, so that what one leaves would meet the next."""
-    _child()  # of the compile gate: its imports go on meanwhile
+    """Yield a function that compiles a text. One process compiles all texts, so anything that a text leaves
+    behind would affect the next text."""
+    # start the child process of the compile gate now, so that it imports its modules in the meantime
+    _child()
     scratch = tmp_path_factory.mktemp("scratch")
     environment = _environment() | {
         "CUTE_DSL_DUMP_DIR": str(scratch),
@@ -96,7 +99,8 @@ def test_the_honest_twin_is_checked_and_a_refusal_is_the_compile_gates(
     report, program = check_edited(TWIN.spec, TWIN.program, TWIN.source)
     assert isinstance(report, Checked) and program == TWIN.program, report
     assert report.identity.raw and not report.gates[-1].findings
-    monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *program: None)  # as before
+    # the first check has already interpreted this program
+    monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *program: None)
     cheat = CHEATS["host: a second launch"]
     report, program = check_edited(TWIN.spec, TWIN.program, cheat.source)
     assert isinstance(report, Rejected) and program is None

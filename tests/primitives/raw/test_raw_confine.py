@@ -1,4 +1,4 @@
-"""The process that compiles a raw module: real compiles work in it, and nothing else does."""
+"""In the confined process that compiles a raw module, real compiles work and nothing else does."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ pytestmark = pytest.mark.slow
 
 KERNELS = ROOT / "generated_kernels"
 
-# A process that has compiled, so that it has the compiler's threads and engine, forks a child for each of
-# some works, which are lines of Python. Their answers, by name, are what it prints.
+# A process that has already compiled, and so has the compiler's threads and engine, forks a child for each
+# piece of work. A piece of work is a string of Python lines. The process prints the answers of all children,
+# by name.
 PARENT = """
 import json, os, sys, threading, time, traceback, warnings
 from pathlib import Path
@@ -212,7 +213,7 @@ def _open(fd):
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What confined children of one process say of their works."""
+    """Return the answers of the confined children of one process, by name of the work."""
     scratch = tmp_path_factory.mktemp("scratch")
     places = {
         "home": str(Path.home()),
@@ -296,7 +297,8 @@ def test_an_environment_without_secrets() -> None:
 
 
 def test_the_lists_of_calls_name_the_same_things() -> None:
-    older = {"dup2", "access", "rename", "mkdir", "rmdir", "unlink", "readlink"}  # which aarch64 never had
+    # aarch64 never had these calls
+    older = {"dup2", "access", "rename", "mkdir", "rmdir", "unlink", "readlink"}
     assert set(CALLS["x86_64"]) - set(CALLS["aarch64"]) == older
     assert set(CALLS["aarch64"]) <= set(CALLS["x86_64"])
     for numbers in CALLS.values():

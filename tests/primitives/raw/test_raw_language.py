@@ -1,4 +1,5 @@
-"""The language of raw modules: what lowering writes passes, and so do honest edits; nothing else runs."""
+"""The language of raw modules accepts the text that lowering writes, and honest edits of it. Other texts are
+refused."""
 
 from __future__ import annotations
 
@@ -379,7 +380,8 @@ def test_a_class_has_no_type_parameters() -> None:
     ],
 )
 def test_what_a_listed_module_may_come_to_offer_is_not_permitted(name: str) -> None:
-    """Of CuTeDSL as installed, most come from elsewhere and are refused for that too."""
+    """A later CuTeDSL might define these names in a listed module. In the installed CuTeDSL, most of them
+    come from other modules and are refused for that reason too."""
     module = ModuleType("cutlass.cute")
     for offered in (name, "make_layout"):
         found = FunctionType((lambda: None).__code__, {}, offered)

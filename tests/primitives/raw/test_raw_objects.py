@@ -1,4 +1,5 @@
-"""Object files from raw modules: the compiler's own pass, and honest ones with anything forged do not."""
+"""Object files from raw modules: the compiler's own objects are accepted, and an honest object with any
+forged part is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ HEADER, SECTION, SYMBOL, RELOCATION = "<16sHHIQQQIHHHHHH", "<IIQQQQIIQQ", "<IBBH
 
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A GEMM's object, two after edits of its text, and a vector kernel's."""
+    """Return the objects of a GEMM, of two edits of its text, and of a vector kernel, by name."""
     target = tmp_path_factory.mktemp("objects")
     environment = os.environ | {
         "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a",
@@ -66,7 +67,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 class Forge:
-    """An object's tables, to be patched in place."""
+    """The tables of an object file, which can be changed in place."""
 
     def __init__(self, data: bytes):
         self.data = bytearray(data)
@@ -92,7 +93,7 @@ class Forge:
         return self
 
     def symbols(self) -> dict[str, int]:
-        """Offsets of the symbol table's entries by name."""
+        """Return the offsets of the symbol table's entries, by name."""
         table = self.section(".symtab")
         names = self.section(table[6])[4]
         offsets = range(table[4], table[4] + table[5], 24)
@@ -110,7 +111,7 @@ class Forge:
         return self
 
     def rename(self, old: str, new: str) -> Forge:
-        """In place, in the table of names."""
+        """Change a name in place, in the table of names."""
         assert len(new) <= len(old)
         at = self.data.index(b"\0" + old.encode() + b"\0") + 1
         self.data[at : at + len(old)] = new.encode().ljust(len(old), b"\0")
@@ -134,7 +135,7 @@ class Forge:
         return self
 
     def fatbin(self) -> int:
-        """Where the fat binary begins."""
+        """Return the offset of the fat binary."""
         return self.data.index(b"\x50\xed\x55\xba")
 
 
@@ -244,7 +245,8 @@ def test_the_page_has_their_number() -> None:
 
 
 def test_a_constant_that_is_an_instruction_is_put_in_words(objects: dict[str, bytes]) -> None:
-    """Such as smem=1295: its author knows of no instruction."""
+    """For example, smem=1295 contains the bytes of syscall. The author knows of no such instruction, so the
+    message must explain the refusal."""
     with pytest.raises(RawError) as caught:
         inspect(bytes(Forge(objects["finish"]).put(".ltext", 2, struct.pack("<I", 1295)).data))
     said = caught.value.message
@@ -285,13 +287,14 @@ def test_whatever_the_bytes_there_is_a_cubin_or_a_refusal(objects: dict[str, byt
 def test_an_edit_of_device_code_leaves_the_launch_alone(objects: dict[str, bytes]) -> None:
     honest = objects["step"]
     assert len({inspect(objects[name]) for name in ("step", "unrolled", "shallow")}) == 3
-    for name in ("step", "unrolled", "shallow"):  # the last asks for less shared memory
+    for name in ("step", "unrolled", "shallow"):  # the third text requests less shared memory
         assert same_host(objects[name], honest) and same_host(honest, objects[name]), name
     assert not same_host(objects["finish"], honest)
 
 
 def test_no_number_but_that_of_shared_memory_may_differ(objects: dict[str, bytes]) -> None:
-    """Neither a jump's or call's displacement nor a constant, whatever its size."""
+    """Only the number of shared-memory bytes may differ. The displacement of a jump or call and any other
+    constant must be equal, whatever their size."""
     honest, forge = objects["step"], Forge(objects["step"])
     start, size = forge.section(".ltext")[4:6]
     code = honest[start : start + size]
@@ -326,7 +329,8 @@ def test_shared_memory_that_no_launch_has_is_told(objects: dict[str, bytes], num
 def test_where_it_is_not_known_where_the_number_stands_a_difference_is_told(
     objects: dict[str, bytes],
 ) -> None:
-    """By another register than the block's size, behind a block of another size, or not 4 bytes on."""
+    """A difference in the number of shared-memory bytes is refused if the number's location is uncertain. The
+    cases are another register, a block size other than 1 in z, and an address that is not 4 higher."""
     assert same_host(objects["shallow"], objects["step"])
     for at, byte in ((1, b"\x82"), (2, b"\x10"), (6, b"\x02")):
         pair = [Forge(objects[name]) for name in ("shallow", "step")]

@@ -1,4 +1,4 @@
-"""Real compiles for sm_90a, which need no GPU, and what keeps their results."""
+"""Real compiles for sm_90a, which need no GPU, and the caches that keep their results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Nothing is read from a cache of the user's or left in one."""
+    """Replace the user's cache by an empty one, so that the tests neither read nor change the user's
+    cache."""
     path = tmp_path_factory.mktemp("coda-cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CODA_AGENT_CACHE", str(path))
         yield path
 
 
-# What the backward lacks: masks of three widths, scalars, selects, computed vectors and a second step.
+# The features that the backward lacks: masks of three widths, scalars, selects, computed vectors and a second
+# step.
 REST = trace(
     signature(
         {
@@ -69,7 +71,7 @@ REST = trace(
 def compiled(
     program: Program, schedules: tuple[Schedule, ...] = PROBES, **sizes: int
 ) -> dict[str, list[Resources]]:
-    """Reports by kernel, of every kernel."""
+    """Return the compile reports of all kernels, by kernel."""
     found: dict[str, list[Resources]] = {}
     gemms = {gemm.name: gemm for gemm in lower(program).gemms}
     for resources in report(KernelSource(program), sizes, schedules):
@@ -77,7 +79,7 @@ def compiled(
         if resources.schedule and resources.stages:
             schedule = Schedule.from_json(resources.schedule)
             counted = operand_stages(program, gemms[resources.kernel], schedule, sizes)
-            assert resources.stages[0] == counted + schedule.deep  # which takes one more here
+            assert resources.stages[0] == counted + schedule.deep  # a deep mainloop has one more stage
     assert list(found) == kernel_names(lower(program))
     return found
 
@@ -119,8 +121,9 @@ def test_masks_scalars_selects_and_two_steps() -> None:
     assert len(vectors) == 2 and all(r.registers > 0 for configurations in vectors for r in configurations)
 
 
-# The rest of the vocabulary, in two steps: statistics of heads over vectors and scalars, all that repeats,
-# memory at every width and dtype, reductions of every kind, indices, comparisons, and an fp8 operand.
+# A program of two steps with the rest of the vocabulary. It has statistics of heads over vectors and scalars,
+# all kinds of repeated values, and memory at every width and dtype. It also has reductions of every kind,
+# indices, comparisons and an fp8 operand.
 WIDE = trace(
     signature(
         {
@@ -179,9 +182,9 @@ def test_a_deep_mainloop_takes_stages_from_the_epilogue() -> None:
 
 def test_a_table_comes_through_tma_where_a_head_is_whole_stages() -> None:
     schedule = (Schedule(128, 160, True, 1, 2),)
-    ((streamed,),) = compiled(ROPE.program, schedule, P=16).values()  # heads of 32 columns
+    ((streamed,),) = compiled(ROPE.program, schedule, P=16).values()  # heads of 32 columns are whole stages
     ((addressed,),) = compiled(ROPE.program, schedule, P=40).values()
-    assert streamed.tma_loads > addressed.tma_loads == 2  # the operands
+    assert streamed.tma_loads > addressed.tma_loads == 2  # TMA loads only the two operands
     assert streamed.stages and streamed.stages[2] > 0 and addressed.stages and addressed.stages[2] == 0
 
 
@@ -190,7 +193,7 @@ def test_the_rest_of_the_vocabulary() -> None:
     first, second, *vectors = compiled(WIDE, schedules, P=64, M=1).values()
     check_gemm(first, schedules)
     check_gemm(second, schedules)
-    assert len(vectors) == 5  # by length and stage
+    assert len(vectors) == 5  # one kernel for each length and stage
     assert all(r.registers > 0 and r.hgmma == 0 for configurations in vectors for r in configurations)
 
 
@@ -207,17 +210,17 @@ def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatc
         64: [128], 96: [192], 40: [],
     }  # fmt: skip
     (other,) = (r for r in report(KernelSource(QK_NORM.program), {"P": 96}, (Schedule(),)) if r.schedule)
-    assert other.schedule and other.schedule["tile_n"] % 192 == 0  # none that was asked for fits
+    assert other.schedule and other.schedule["tile_n"] % 192 == 0  # none of the requested tiles fits
 
 
 def in_this_process(request: str) -> str:
-    """The child's work."""
+    """Do the child's work in this process."""
     return json.dumps(compiling._answer(json.loads(request), Path()))
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An interpreter that plays the compiler's process: a script, told what to do."""
+    """Replace the Python interpreter of the compiler's process by a script, which each test writes."""
     script = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
@@ -238,7 +241,8 @@ def test_the_compilers_words_are_kept_short(stand_in: Path) -> None:
     assert not (cache_dir() / "resources").exists()
 
 
-# As the compiler ends where a lowered line is wrong: among many frames of its own, one of the lowered text's.
+# The end of the compiler's output if a lowered line is wrong. One frame of the traceback is in the lowered
+# text; the others are the compiler's own.
 REFUSED = """Traceback (most recent call last):
   File "/opt/venv/lib/python3.11/site-packages/quack/gemm_base.py", line 415, in epilogue
     tRS_rAuxOuts = self.epi_visit_subtile(params, epi_loop_tensors, tRS_rD, tRS_rC)
@@ -267,7 +271,8 @@ def test_a_refusal_is_its_reason_and_the_lowered_line_and_nothing_of_this_machin
         "  --> coda_lowered_2c2f00c8c941571e.py:39",
     ]
     assert words.count("n12_1 = sigmoid(n3_1 / n11_1, n11_1)") == 1 and "/home" not in words
-    assert refusal(REFUSED).strip() and "/opt" not in refusal(REFUSED)  # cut off behind its frames
+    # the traceback ends after its frames, without an error message
+    assert refusal(REFUSED).strip() and "/opt" not in refusal(REFUSED)
     assert refusal("ptxas /tmp/coda-compile-x/step.ptx, line 7; error: too much") == (
         "ptxas step.ptx, line 7; error: too much"
     )
@@ -288,7 +293,7 @@ def test_a_compiler_that_hangs_is_ended(stand_in: Path, monkeypatch: pytest.Monk
 
 
 def test_the_compilers_environment_is_ours(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's settings of the compilers must not change what is reported."""
+    """A user's settings of the compilers must not change the report."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
     monkeypatch.setenv("QUACK_CACHE_DIR", "/elsewhere")
     seen = stand_in.parent / "seen"
@@ -342,7 +347,8 @@ def test_a_file_takes_no_pipes_place(tmp_path: Path) -> None:
 
 
 def test_a_lowered_text_is_imported_from_a_file_of_its_content() -> None:
-    """In a process of its own: it imports the DSL. A file that was tampered with is written again."""
+    """The test runs a child process, because loading the module imports the DSL. A file that was tampered
+    with is replaced."""
     lowered = lower(NORM.program)
     path = cache_dir() / "lowered" / f"{lowered.module}.py"
     write_atomic(path, "raise SystemExit('tampered')")
@@ -400,14 +406,16 @@ def test_the_deepest_stack_of_what_was_compiled(tmp_path: Path) -> None:
         cubin = source.with_suffix(".cubin")
         subprocess.run([ptxas, "-arch=sm_90a", source, "-o", cubin], check=True)
     assert deepest_stack(tmp_path) == 640
-    assert deepest_stack(tmp_path) == 0  # they are gone: the next configuration's are alone
+    # the previous call deleted the cubins, so that only the next configuration's cubins count
+    assert deepest_stack(tmp_path) == 0
 
 
 def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Schedule(128, 160, True, 1, 2, evict_stores=True)
     other = chosen._replace(evict_loads=True)
     assert tune.compile_all(KernelSource(NORM.program), NORM.sizes, [(0, chosen)]) == [True]
-    monkeypatch.setattr(tune, "_compiled", {})  # another process knows only what lies in the cache
+    # empty the table, because another process would know only the files in the cache
+    monkeypatch.setattr(tune, "_compiled", {})
     asked = list[object]()
 
     def refuse(task: object, wanted: list[object]) -> list[bool]:

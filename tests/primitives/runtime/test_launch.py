@@ -1,4 +1,5 @@
-"""Plans without a GPU: which tensor each launch is given. The kernels are stand-ins that record it."""
+"""Without a GPU, these tests check which tensors a plan passes to each launch. Stand-ins for the kernels
+record their arguments."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def test_one_step_and_its_finish(calls):
     }
     assert all(stored[program.outputs[name]] is outputs[name] for name in ("h", "hg"))
     (partial,) = (getattr(epilogue, n) for n, argument in names.items() if argument.role == "partial")
-    assert partial.shape == (1, 100, 2) and partial.dtype == torch.float32  # 200 columns in tiles of 160
+    # 200 columns make two tiles of 160 columns
+    assert partial.shape == (1, 100, 2) and partial.dtype == torch.float32
     (column,) = (getattr(epilogue, n) for n, argument in names.items() if argument.role == "column")
     assert column is inputs["gamma"]
     given = dict(zip([argument.role for argument in plan.lowered.vectors[0].arguments], finish, strict=True))
@@ -155,7 +157,7 @@ def test_what_earlier_steps_leave_lies_where_it_did_whatever_tile_a_later_one_ha
     rows = []
     for plan in (first, wide):
         plan.run(inputs_of(program, sizes), plan.outputs())
-        epilogue = calls[-2][1][4]  # of the second GEMM, which its finish follows
+        epilogue = calls[-2][1][4]  # calls[-2] is the second GEMM; its finishing kernel comes last
         (row,) = (getattr(epilogue, a.name) for a in plan.lowered.gemms[1].arguments if a.role == "row")
         rows.append(row)
     assert same(*rows) and rows[0].shape == (100,)
@@ -183,7 +185,7 @@ def test_a_plan_s_workspace_is_freed_with_it(calls):
     assert plan(inputs).keys() == outputs.keys()
     calls.clear()
     workspace = weakref.ref(plan.workspace)
-    gc.disable()  # a GPU's memory cannot wait for a collection
+    gc.disable()  # the workspace must be freed at once: GPU memory cannot wait for a garbage collection
     try:
         del plan
         assert workspace() is None
@@ -201,7 +203,7 @@ def test_a_second_call_takes_its_own_tensors(calls):
 
 
 def given(plan: Plan, call: tuple[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """What a launch was given for each argument, by its name."""
+    """Return the arguments of a launch, by name."""
     name, arguments = call
     gemm = next((g for g in plan.lowered.gemms if g.name == name), None)
     if gemm is not None:
@@ -224,7 +226,7 @@ def test_heads_vectors_and_memory_cross_as_they_are(calls):
     plan.run(inputs, outputs)
     (call,) = calls
     found = by_role(plan, call)
-    assert found["head"] == [None]  # a number in the compiled kernel
+    assert found["head"] == [None]  # the head's width is a constant in the compiled kernel
     assert found["row"] == [inputs["positions"]] and call[1][2] is outputs["q"]
     assert {id(t) for t in found["memory"]} == {
         id(inputs["gamma"]), id(inputs["inv_freq"]), id(outputs["rstd"])
@@ -260,7 +262,8 @@ def test_partials_of_columns_are_a_row_a_tile_and_two_for_twice_as_many(calls):
     plan, inputs, outputs = planned(kernels.WIDTHS.program, Schedule(192, 128))
     plan.run(inputs, outputs)
     shapes = sorted(tuple(t.shape) for t in by_role(plan, calls[0])["partial"])
-    # 208 columns of the gemm in tiles of 128, 100 rows in one: three along rows, three along columns
+    # The gemm's 208 columns make two tiles of 128, and the 100 rows make one tile. Three partials run along
+    # rows and three along columns.
     assert shapes == [(1, 1, 208)] * 3 + [(1, 100, 2)] * 3
     plan, inputs, outputs = planned(kernels.NORM_BACKWARD.program)
     (partial,) = (t for t in plan.kept.values() if isinstance(t, torch.Tensor))
@@ -269,7 +272,7 @@ def test_partials_of_columns_are_a_row_a_tile_and_two_for_twice_as_many(calls):
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of this machine's are taken for a GPU's."""
+    """Accept tensors on the CPU as if they were on a GPU."""
     monkeypatch.setattr(
         launch,
         "check_tensors",
@@ -285,7 +288,8 @@ def test_an_update_is_written_into_the_inputs_own_tensor(calls, anywhere):
     calls.clear()
     outputs = kernel(**inputs)
     (_, (a, b, d, c, *_)) = calls[0]
-    assert outputs["dw_new"] is inputs["dw"] is d and c is None  # the store adds to what is there
+    # the kernel's store adds to the previous value
+    assert outputs["dw_new"] is inputs["dw"] is d and c is None
     assert same(a, inputs["dy"]) and a.shape == (200, 100) and b is inputs["x"]
 
 
@@ -309,10 +313,10 @@ def test_an_edited_text_runs_on_what_its_report_says_it_was_proved_on(calls, any
     Kernel.load(path, edited=raw).plan(inputs)
     assert raced == [{0: proved[:2]}]
     unproved = "step 0: no report says that the edited text is right on a schedule"
-    raw.write_text(text + "# again\n")  # no longer what was measured
+    raw.write_text(text + "# again\n")  # this text is no longer the measured text
     with pytest.raises(LaunchError, match=unproved):
         Kernel.load(path, edited=raw).plan(inputs)
-    Kernel.load(path, {0: Schedule()}, raw).plan(inputs)  # whoever says so
+    Kernel.load(path, {0: Schedule()}, raw).plan(inputs)  # a schedule that the caller chooses needs no report
     assert len(raced) == 1
 
 
@@ -347,12 +351,13 @@ def test_one_row_gets_the_strides_of_a_row_and_stays_where_it_is(calls, anywhere
     (_, (x, b, d, c, *_)) = calls[0]
     assert x.stride() == (64, 1) and same(x, inputs["x"]) and b is w
     assert d.stride() == c.stride() == (200, 1) and same(d, c) and same(d, inputs["d"])
-    assert outputs["o"] is inputs["d"]  # as the caller has it
+    assert outputs["o"] is inputs["d"]  # the caller's own tensor is returned
 
 
 def test_statistics_of_heads_need_no_alignment():
     sizes = {"M": 8, "K": 64, "H": 3, "P": 64}
-    assert alignment_errors(kernels.QK_NORM.program, sizes) == []  # three fp32 a row, stored one by one
+    # the three fp32 values of a row are stored one by one
+    assert alignment_errors(kernels.QK_NORM.program, sizes) == []
     (error,) = alignment_errors(kernels.ROPE.program, sizes | {"P": 2, "H": 4})
     assert error.startswith("cos_sin: rows of 4 bf16")
 
@@ -379,7 +384,8 @@ def test_a_tile_that_pairs_do_not_fit_is_named(calls):
 
 @pytest.mark.parametrize("line", ["gemm(x, w, offsets)", "gemm(d.mT, x, offsets)"], ids=["rows", "own"])
 def test_experts_are_tuned_in_one_launch(calls, monkeypatch, tmp_path, line):
-    """A second round with two launches, which these steps refuse, ended the tuning."""
+    """These steps refuse a schedule with two launches. Tuning once tried such schedules in a second round and
+    failed."""
     shape = kernels.tensor
     inputs = {"x": shape("T, K"), "offsets": shape("E + 1", "int32")}
     inputs |= {"w": shape("E, K, N")} if "w" in line else {"d": shape("T, N")}
@@ -388,7 +394,9 @@ def test_experts_are_tuned_in_one_launch(calls, monkeypatch, tmp_path, line):
     sizes = {"T": 4096, "K": 2048, "N": 2048, "E": 4}
     (gemm,) = lower(program).gemms
     start = candidates(gemm, sizes)
-    assert not any(s.tile_n == 64 for s in start)  # small outputs have no schedule of two launches
+    # These outputs are not small. Small outputs have no schedule of two launches, and the test would show
+    # nothing.
+    assert not any(s.tile_n == 64 for s in start)
     rounds = []
 
     def race(running, number):
@@ -408,7 +416,8 @@ def test_experts_are_tuned_in_one_launch(calls, monkeypatch, tmp_path, line):
 
 
 def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_path):
-    """Heads of 96 columns fit no tile but 192: the first step must not be raced beside a default one."""
+    """Heads of 96 columns fit only tiles of 192 columns. While the first step is tuned, the second step must
+    therefore not use a default schedule."""
     shape = kernels.tensor
     declared = kernels.signature(
         {"x": shape("M, K"), "w": shape("N, K"), "q": shape("2*H*P, N"), "turns": shape("M, 2*P")},
@@ -427,7 +436,8 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
 
     monkeypatch.setattr(tune, "_race", race)
     monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "kept")
-    known = {1: [Schedule(), Schedule(128, 192, swizzle=4)]}  # the first was good for other heads
+    # the first known schedule fits only heads of another width
+    known = {1: [Schedule(), Schedule(128, 192, swizzle=4)]}
     chosen = tune.tuned_schedules(KernelSource(program), {}, sizes, known)
     assert beside and all(g.admits(others[g.step], sizes) for others in beside for g in gemms)
     assert chosen[1] == Schedule(128, 192, swizzle=4)
@@ -441,7 +451,7 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", kernels.EXAMPLES)
 def test_two_launches_of_a_step_share_its_rows(name, calls, monkeypatch):
-    """All that has a place along M is cut where a tile ends, and nothing else is."""
+    """A tensor with an axis along M is cut where a tile ends. All other tensors are passed whole."""
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", {1: 8, 4: 1}.__getitem__)
     program, split = kernels.EXAMPLES[name].program, Schedule(128, 128, True, 2, 2, split=True)
     gemms = lower(program).gemms
@@ -489,7 +499,7 @@ def halves(calls: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def flat(given: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The tensors that a GEMM is launched with."""
+    """Return the tensors that a GEMM is launched with."""
     operands, epilogue = given[:4], given[4]
     return [value for value in (*operands, *epilogue) if isinstance(value, torch.Tensor)]
 

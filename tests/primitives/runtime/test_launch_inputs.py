@@ -1,4 +1,4 @@
-"""Tensors that a kernel can be launched on, and those that are refused before anything runs."""
+"""A kernel can be launched on some tensors. It refuses all others before anything runs on the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 2
 
 
 class On(torch.Tensor):
-    """A tensor that says it lies on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
 
     place: str
 
@@ -39,7 +39,8 @@ class On(torch.Tensor):
 
 
 def on_gpu(program: Program, **changed: Any) -> dict[str, Any]:
-    """Inputs of the program's at SIZES, some replaced; ``MISSING`` leaves one out."""
+    """Return the program's inputs at SIZES, as if on a GPU. ``changed`` replaces inputs; the value
+    ``MISSING`` leaves an input out."""
     inputs = {
         name: torch.zeros([d(SIZES) for d in t.shape], dtype=torch_dtype(t.dtype))
         for name, t in program.signature.inputs.items()
@@ -55,7 +56,7 @@ MISSING = object()
 
 
 def check_inputs(program: Program, inputs: dict[str, Any]) -> dict[str, int]:
-    """As a ``Kernel`` does where it has no plan for them."""
+    """Check the inputs as ``Kernel`` does before it makes a plan, and return the sizes."""
     sizes = check_tensors(program.signature, inputs)
     check_sizes(program, sizes)
     return sizes
@@ -196,7 +197,7 @@ def test_neighbours_of_what_is_written_over_are_no_part_of_it():
     read_only = {
         "x": SHARED[:20000].view(100, 200),
         "y": SHARED[:6400].view(100, 64),
-    }  # may overlap as they like
+    }  # inputs that are only read may overlap
     assert check_inputs(kernels.ALPHA.program, on_gpu(kernels.ALPHA.program, **read_only))["M"] == 100
 
 
@@ -239,7 +240,7 @@ def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
     inputs = {k: On(v, "cuda:1") for k, v in on_gpu(kernels.SWIGLU.program).items()}
     Kernel(KernelSource(kernels.SWIGLU.program, {0: Schedule()}))(**inputs)
-    assert ran == [(1, 1, 2 - current)]  # a device that is current already is not set again
+    assert ran == [(1, 1, 2 - current)]  # if the device is already current, it is not set again
     assert entered == [current]
 
 
@@ -310,7 +311,7 @@ def test_a_tensor_that_is_written_over_must_be_apart_from_all_others(first):
     familiar = recognizer([kept, before], written=[0])
     assert familiar(kept, before) and familiar(kept, behind)
     assert not familiar(kept, over)
-    assert recognizer([kept, before])(kept, over)  # reading both is fine
+    assert recognizer([kept, before])(kept, over)  # two inputs that are only read may overlap
 
 
 def test_integers_must_be_equal_and_floats_may_differ():

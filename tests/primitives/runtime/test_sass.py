@@ -1,4 +1,4 @@
-"""Machine code beside the lowered text: parsing what nvdisasm prints, one real compile, and what is shown."""
+"""Machine code beside the lowered text: parsing the output of nvdisasm, one real compile, and the display."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_a_real_compile(listings: tuple[Listing, ...], monkeypatch: pytest.Monke
     assert next(iter(listing.source.values())).startswith(f"class {listing.kernel}(")
     lines = listing.lines()
     assert lines.keys() <= listing.source.keys()
-    # A thread has 128 of a 128x128 tile's accumulators: 64 pairs, each with an exponential and a reciprocal
-    # in the sigmoid that its line calls.
+    # A thread has 128 of a 128x128 tile's accumulators, that is 64 pairs. For each pair, a line that calls
+    # sigmoid computes one exponential and one reciprocal.
     of_sigmoid = [lines[number]["MUFU"] for number, line in listing.source.items() if "= sigmoid(" in line]
     assert of_sigmoid == [128, 128]
     (product,) = (number for number, line in listing.source.items() if "n5_0 = (" in line)
@@ -84,7 +84,7 @@ def test_a_real_compile(listings: tuple[Listing, ...], monkeypatch: pytest.Monke
     assert (
         finish.schedule is None and finish.total()["global"] and finish.lines().keys() <= finish.source.keys()
     )
-    # What is counted is what the resource report counts: line info changes no instruction.
+    # The counts equal those of the resource report, because line info changes no instruction.
     resources, _ = report(KernelSource(BACKWARD), SIZES, PROBES[:1])
     opcodes = Counter(word.partition(".")[0] for i in listing.instructions for word in i.text.split()[:2])
     assert (opcodes["HGMMA"], opcodes["UTMALDG"], opcodes["UTMASTG"]) == (
@@ -106,7 +106,8 @@ def test_both_launches_of_a_split_step_are_read() -> None:
     assert [first.schedule, second.schedule] == list(split.launches)
     assert [first.part, second.part] == [(1, 2), (2, 2)]
     assert first.source == second.source and first.lines() and second.lines()
-    # Each waits for the step before it by programmatic dependent launch: at its begin, and at its end.
+    # Each launch waits for the previous kernel on the stream by programmatic dependent launch. The first
+    # launch waits earlier in its code than the second.
     waits = [[i.address for i in each.instructions if "ACQBULK" in i.text] for each in (first, second)]
     assert len(waits[0]) == len(waits[1]) == 1 and waits[0] < waits[1]
 

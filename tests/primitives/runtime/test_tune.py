@@ -1,4 +1,4 @@
-"""The search for a schedule, raced on a landscape that is written down: no GPU, no clock."""
+"""The search for a schedule, with times that the tests define: these tests need no GPU and no clock."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SIZES = {"M": 16384, "D": 2048, "F": 5632}
 @pytest.fixture
 def kernel() -> GemmKernel:
     (gemm,) = lower(kernels.BACKWARD.program).gemms
-    assert gemm.c  # a streamed tile, so that all hints count
+    assert gemm.c  # a streamed tile, so that every hint matters
     return gemm
 
 
 class Course:
-    """A race whose times are written down; ``fields``: which schedules each one had."""
+    """A race whose times a function defines. ``fields`` records the schedules of each race."""
 
     def __init__(self, milliseconds: Callable[[Schedule], float]) -> None:
         self.milliseconds, self.fields = milliseconds, list[list[Schedule]]()
@@ -43,7 +43,7 @@ class Course:
 
 
 def found(kernel: GemmKernel, race: Course) -> Schedule:
-    """What the search ends at."""
+    """Return the schedule that the search finds."""
     ranked = tune.search(candidates(kernel, SIZES), partial(tune.refinements, gemm=kernel), race)
     return ranked[0][0]
 
@@ -58,7 +58,8 @@ def test_a_tile_that_is_best_at_its_own_group_size_is_found(kernel: GemmKernel) 
     def milliseconds(s: Schedule) -> float:
         if s == wide:
             return 0.9
-        if (s.tile_m, s.tile_n, s.pingpong) == (128, 128, True):  # on every cluster, ahead of any other tile
+        # on every cluster, this tile is faster than the other tiles
+        if (s.tile_m, s.tile_n, s.pingpong) == (128, 128, True):
             return 1.0 + s.swizzle / 1e4
         return 1.1 if s._replace(swizzle=16, evict_loads=True) == wide else 1.2
 
@@ -75,7 +76,7 @@ def test_the_very_best_is_tried_on_a_cluster_of_four(kernel: GemmKernel) -> None
 
 
 def test_the_best_tiles_are_tried_in_two_launches(kernel: GemmKernel) -> None:
-    """The second best too: which tile gains is not known before."""
+    """The second-best tile is tried too, because only a race shows which tile gains from two launches."""
     best = Schedule(192, 128, True, 2, 2, 16, deep=True, split=True)
 
     def milliseconds(s: Schedule) -> float:
@@ -118,10 +119,11 @@ def test_what_was_good_is_revisited_in_two_launches_and_where_it_fits(kernel: Ge
     assert {s.swizzle for s in again[2:]} == {*tune.SPLIT_GROUPS}
     assert (
         tune.revisited(kernel, SIZES, known, start, edited=True) == known
-    )  # what the kernel before has raced
+    )  # the kernel before the edit has raced the two-launch variants
     (heads,) = lower(kernels.QK_NORM.program).gemms
     sizes = {"M": 16384, "K": 2048, "H": 32, "P": 32}
-    assert tune.revisited(heads, sizes, [Schedule(128, 160)], [], edited=True) == []  # cuts a head
+    # a tile of 160 columns cuts a head
+    assert tune.revisited(heads, sizes, [Schedule(128, 160)], [], edited=True) == []
 
 
 def test_what_an_author_was_shown_races_alone(kernel: GemmKernel) -> None:
@@ -167,7 +169,8 @@ def test_a_tuning_is_of_one_gpu_and_one_set_of_sizes(monkeypatch: pytest.MonkeyP
 def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An author's choice is neither passed over for what was found before it, nor found by others later."""
+    """If a program fixes a schedule, this schedule is used even if the cache has a tuning. The program
+    without the schedule still gets the cached tuning."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     plain, chosen = kernels.BACKWARD.program, Schedule(128, 160)
@@ -181,7 +184,8 @@ def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
 
 
 def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best schedule at one size says little of another; the order of the names says nothing."""
+    """A tuning holds only for its sizes, because the best schedule depends on them. The order of the sizes'
+    names does not matter."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     monkeypatch.setattr(tune, "_race", lambda *given: [(schedule, 1.0) for schedule in given[-2]])
@@ -195,7 +199,8 @@ def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_of_an_edited_text_a_tuning_over_more_than_is_known_of_it_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was raced there, and nobody saw that it is right."""
+    """A cached tuning of an edited text does not count if it raced a schedule on which nobody has shown the
+    text to be correct."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     monkeypatch.setattr(tune, "_race", lambda *given: [(schedule, 1.0) for schedule in given[-2]])
@@ -234,4 +239,5 @@ def test_load_counts_until_it_has_cooled_off() -> None:
     for _ in range(4):
         with load.more() as before:
             followed.append(round(before, 3))
-    assert followed == [0.0, 0.7, 1.0, 0.0]  # the second's 3 s count as 2, of which half a second's rest is 1
+    # after the second block, 3 s of load count as only 2 s, and half a second of rest leaves 1 s
+    assert followed == [0.0, 0.7, 1.0, 0.0]

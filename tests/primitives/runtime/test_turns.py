@@ -1,4 +1,5 @@
-"""Who shares a workspace takes turns: threads that call one kernel, streams, processes that tune."""
+"""The users of a workspace take turns. The users are threads that call one kernel, streams, and processes
+that tune."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ CALLS = 6
 
 
 class Stream:
-    """Notes what is enqueued on it."""
+    """A stream that logs the streams for which it waits."""
 
     def __init__(self, number: int, log: list[tuple[Any, ...]]):
         self.number, self.log, self.captured = number, log, False
@@ -48,7 +49,8 @@ class Stream:
 
 
 class Streams:
-    """A device whose current stream is chosen by hand. ``asked``: how often the costly question was put."""
+    """A device whose current stream the test chooses. ``asked`` counts the calls of ``current``, which is
+    expensive on a real device."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -78,7 +80,7 @@ def test_a_stream_waits_for_the_one_that_had_the_turn_before() -> None:
     streams = Streams()
     turns = Turns(streams, [Tensor(streams.log)])  # type: ignore[list-item]
     for number, log in (
-        (0, []),  # which made the tensors
+        (0, []),  # stream 0 made the tensors
         (0, []),
         (1, [("wait", 1, 0), ("keep", 1)]),
         (1, []),
@@ -109,7 +111,7 @@ def sizes_of(signature: Signature, inputs: dict[str, torch.Tensor], given: Any) 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The thread of each launch, in their order; each launch lets others run."""
+    """Return a list with the thread of each launch, in order. During a launch, other threads may run."""
     found: list[int] = []
 
     def stand_in(lowered: Any, kernel: Any, *rest: Any) -> Callable[..., None]:
@@ -122,7 +124,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_gemm", stand_in)
     monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_vector", stand_in)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
-    monkeypatch.setattr(launch, "check_tensors", sizes_of)  # a GPU's or not
+    monkeypatch.setattr(launch, "check_tensors", sizes_of)  # accept tensors that are not on a GPU
     return found
 
 
@@ -134,7 +136,7 @@ def at_once(call: Callable[[], object], threads: int = 4) -> None:
         try:
             for _ in range(CALLS):
                 call()
-        except Exception as error:  # a thread's own is lost
+        except Exception as error:  # an exception in a thread would be lost
             failed.append(error)
 
     started = [threading.Thread(target=work) for _ in range(threads)]
@@ -228,7 +230,8 @@ _fork = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cold cache; each race, of whichever process, adds a line to the file that is given."""
+    """Start with an empty cache; return the path of a log. Every race of any process adds a line with the
+    process id to the log."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     log = tmp_path / "races"

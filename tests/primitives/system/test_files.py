@@ -1,4 +1,4 @@
-"""The cache as a user may have it: damaged, or not to be written."""
+"""The user's cache may be damaged, or the user may not have permission to write to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ except SystemExit:
 def test_a_cache_that_is_a_file_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """It is no kernel's fault: nothing is rejected."""
+    """The cache is at fault and not the kernel, so nothing is rejected."""
     place = tmp_path / "cache"
     place.write_text("")
     monkeypatch.setenv("CODA_AGENT_CACHE", str(place))
@@ -48,7 +48,8 @@ def test_a_cache_that_is_a_file_is_named(
 
 def test_a_cache_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    # root may write anywhere, so a read-only folder would not test this
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(CacheError, match="it is not writable for you"):
         usable_cache()
 
@@ -73,7 +74,8 @@ def test_a_damaged_report_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
 def test_threads_that_wait_leave_the_cores_to_others(given: dict[str, str], policy: str) -> None:
-    """Before PyTorch is imported, which reads it; a user's own choice stands."""
+    """OMP_WAIT_POLICY is set before PyTorch is imported, because PyTorch reads it at import. A user's own
+    value is kept."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     done = subprocess.run(
         [sys.executable, "-c", LOOK], cwd=ROOT, env=environment | given, capture_output=True, text=True

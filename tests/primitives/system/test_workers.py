@@ -1,4 +1,5 @@
-"""Workers are real processes: what they answer, and that one's death, hang or hunger is its task's alone."""
+"""Workers are real processes. The tests check their answers. If a worker dies, hangs or uses too much memory,
+only its own task fails."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def own_process(parent: int) -> bool:
 
 
 def hangs(path: str) -> bool:
-    """Forever, unless the path is empty; a child of its own hangs with it. Their ids go to the path."""
+    """Fork a child, write both process ids to ``path``, and hang together with the child. If ``path`` is
+    empty, return at once."""
     if path:
         pids = [os.getpid()]
         forked = os.fork()
@@ -55,7 +57,7 @@ def hangs(path: str) -> bool:
 
 
 def leaves_a_child(path: str) -> bool:
-    """Dies at once; a child of its own lives on, and holds the pipe that the answer would come through."""
+    """Die at once, but leave a child alive. The child holds the pipe for the answer open."""
     forked = os.fork()
     if forked == 0:
         time.sleep(600)
@@ -75,7 +77,8 @@ def alive(pid: int) -> bool:
 
 
 def pids(path: Path) -> list[int]:
-    assert eventually(lambda: path.exists() and bool(path.read_text()), seconds=60.0)  # imports come first
+    # a worker first imports its modules
+    assert eventually(lambda: path.exists() and bool(path.read_text()), seconds=60.0)
     return [int(word) for word in path.read_text().split()]
 
 
@@ -104,12 +107,13 @@ def test_a_dead_workers_child_keeps_nobody_waiting(tmp_path: Path):
     path = tmp_path / "left"
     start = time.monotonic()
     assert workers.run_all(leaves_a_child, [str(path)]) == [False]
-    assert time.monotonic() - start < 20  # of the 300 s that it may take
+    assert time.monotonic() - start < 20  # a task may take up to 300 s
     assert eventually(lambda: not any(map(alive, pids(path))))
 
 
 def test_a_worker_that_takes_too_much_memory_fails_its_task_only(monkeypatch: pytest.MonkeyPatch):
-    workers.run_all(raises, range(workers.count()))  # ends all workers: the next have the limit
+    # end all workers, so that new workers start with the limit
+    workers.run_all(raises, range(workers.count()))
     monkeypatch.setattr(subprocesses, "MEMORY_BYTES", 512 << 20)
     assert workers.run_all(allocates, [64, 1024, 64]) == [True, False, True]
 
@@ -147,7 +151,8 @@ t.workers.run_all(t.hangs, sys.argv[1:])
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(tmp_path: Path, by: signal.Signals):
-    """Killed or interrupted: a busy worker cannot see its input end."""
+    """A busy worker cannot notice that its input has ended. It ends even so if its parent is killed or
+    interrupted."""
     path = tmp_path / "hanging"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ["PYTHONPATH"]])}
     with subprocess.Popen(
@@ -160,7 +165,8 @@ def test_workers_end_with_their_parent(tmp_path: Path, by: signal.Signals):
         assert eventually(lambda: not alive(worker))
         assert by == signal.SIGKILL or eventually(lambda: not alive(forked))
     finally:
-        if alive(forked):  # the kernel signals the worker alone
+        # if the parent was killed, the kernel signals only the worker, not the worker's child
+        if alive(forked):
             os.kill(forked, signal.SIGKILL)
 
 
@@ -180,7 +186,7 @@ def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):
 def test_a_gpu_worker_of_another_environment_is_not_given_our_pythonpath(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What is there would come before the packages of its own."""
+    """The worker would import packages from our PYTHONPATH before the packages of its own environment."""
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)

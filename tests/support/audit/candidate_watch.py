@@ -1,15 +1,22 @@
-"""Hears every candidate and every text that is compiled beneath the project: the two may never be the same.
+"""Record every candidate, and every text that is compiled or executed beneath the project's code. No
+candidate may be among these texts.
 
-``trace`` raises an audit event (PEP 578) with each candidate's source, ``verify`` one
-with each edited text, Python one for each text or file that it compiles or executes. What this process heard
-goes to a log of its own in a directory that all
-processes of a test session share, so that a candidate of one may be compiled in another, before or after.
-A text is known by its statements, whatever its blanks, comments and ends of lines are.
-Tests may trace kernels themselves: what counts has a frame of ``verifier``, ``agent`` or ``primitives``
-beneath it (of the tracer's alone it is its caller's), and none of a test's in between, which stands in for
-the jail then; or it is all that a thread does; or it runs in a process that such a frame has started.
-The jail's own child is exempt by construction: it runs with -I -S, which load no hook. So is the confined
-child that compiles an edited text, by the frame that it begins with.
+The records come from audit events (PEP 578). ``trace`` raises an event with each candidate's source, and
+``verify`` raises one with each edited text. Python raises an event for each text or file that it compiles or
+executes. Each process writes its own log. All processes of a test session share the directory of the logs,
+because one process may compile the candidate of another, before or after the other records it. A text is
+identified by its statements, so blanks, comments and line ends do not matter.
+
+Tests may trace kernels themselves, so a text counts only in three cases:
+
+1. The call stack has a frame of ``verifier``, ``agent`` or ``primitives``, and no test's frame between this
+   frame and the text. A test in between stands in for the jail. The tracer's own frames do not count; the
+   frame of its caller does.
+2. A thread does nothing but run the text.
+3. The text runs in a process that such a frame has started.
+
+The jail's own child is exempt, because it runs with -I -S, which load no hook. The confined child that
+compiles an edited text is exempt because of its first frame.
 """
 
 from __future__ import annotations
@@ -26,37 +33,41 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-DIRECTORY = "CODA_AGENT_AUDIT"  # the variable that names the logs' directory
+DIRECTORY = "CODA_AGENT_AUDIT"  # the variable that names the directory of the logs
 PACKAGES = ("agent", "comparison", "fused", "primitives", "verifier")
-TRACER = "coda_agent.primitives.lang.kernel_file"  # executes kernel files for whoever calls it
-CONFINED = ("coda_agent.primitives.raw.child", "_in_child")  # where the child that runs edited texts begins
+TRACER = "coda_agent.primitives.lang.kernel_file"  # this module executes kernel files for its callers
+# the first function of the child that runs edited texts
+CONFINED = ("coda_agent.primitives.raw.child", "_in_child")
 POOLS = ("threading", "concurrent.futures.thread", __name__)
 CANDIDATES = ("coda_agent.verifier.sandbox.jail.trace", "coda_agent.verifier.verify.check_edited")
 HEARD = frozenset(("compile", "exec", "subprocess.Popen", *CANDIDATES))
-# These compile short texts of their own by the thousand at imports: names and annotations, never a module.
+# At imports, these modules compile thousands of their own short texts: names and annotations, but never a
+# module.
 MAKERS = tuple(
     os.path.join(os.path.dirname(os.__file__), *names)
     for names in (("typing.py",), ("dataclasses.py",), ("collections", "__init__.py"))
 )
-TELLING = 40  # bytes that no other text holds by chance
-WORDS = (b"primitives", b"cutlass")  # a kernel file imports one, an edited text the other
+TELLING = 40  # bytes; no two unrelated texts of this length are equal by chance
+WORDS = (b"primitives", b"cutlass")  # a kernel file imports the first, an edited text the second
 DIGEST = 32  # characters
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Modules of the project's own: one of them holds a candidate as a string, for doctor to try the jail with.
+# Modules of the project. One of them contains a candidate as a string, which ``doctor`` uses to test the
+# jail.
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
 TESTS = os.path.join(ROOT, "tests") + os.sep
-ROOTS = (ROOT, os.path.join(ROOT, "src", "coda_agent"))  # one folder, by two names
+ROOTS = (ROOT, os.path.join(ROOT, "src", "coda_agent"))  # both are the same folder
 OWN = tuple(os.path.join(root, package) + os.sep for root in ROOTS for package in PACKAGES)
 PREFIXES = (sys.prefix, sys.base_prefix)
 FOREIGN = tuple({named + os.sep for p in PREFIXES for named in (p, os.path.realpath(p))})
 
-_logged: set[int] = set()  # hashes of (path, line): a session has thousands of candidates
-_busy = threading.local()  # while a text is parsed, which is an event of its own
+# hashes of (path, line), which avoid repeated lines, because a session has thousands of candidates
+_logged: set[int] = set()
+_busy = threading.local()  # marks a thread that parses a text, because parsing raises an event too
 _hooked = False
 
 
 def install() -> None:
-    """Watch this process, if a session asks for it; once."""
+    """Watch this process if the test session asks for it. Repeated calls have no effect."""
     global _hooked
     if DIRECTORY in os.environ:
         _log("watched")
@@ -80,7 +91,8 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _compiled(source: object, path: object) -> None:
-    """Text, as str or bytes. A syntax tree has been text, unless it was built; None is a file, which runs."""
+    """Record a text (str or bytes) that is compiled. Other sources are ignored. A syntax tree usually comes
+    from a text that was recorded earlier. None means a file; its execution raises another event."""
     if isinstance(source, str | bytes) and not str(path).startswith(OWN) and not _made_by_a_library():
         frame = _beneath()
         if frame is not None:
@@ -88,12 +100,13 @@ def _compiled(source: object, path: object) -> None:
 
 
 def _made_by_a_library() -> bool:
-    compiling = sys._getframe(2).f_back  # beneath this, _compiled and the hook
+    # the frames from here up to the compiling code are this function's, ``_compiled``'s and the hook's
+    compiling = sys._getframe(2).f_back
     return compiling is not None and compiling.f_code.co_filename in MAKERS
 
 
 def _executes(code: CodeType) -> None:
-    """A module that was compiled earlier: its text is the file's."""
+    """Record a module that was compiled earlier. The text of the module is the content of its file."""
     path = code.co_filename
     if code.co_name != "<module>" or not os.path.isabs(path) or path.startswith((*FOREIGN, *OWN)):
         return
@@ -102,7 +115,7 @@ def _executes(code: CodeType) -> None:
         try:
             _ran(_bytes(Path(path).read_bytes()), frame)
         except OSError:
-            return  # a name like a path's; its text was seen when it was compiled
+            return  # the name only looks like a path; the text was recorded when it was compiled
 
 
 def _candidate(text: bytes) -> None:
@@ -111,7 +124,8 @@ def _candidate(text: bytes) -> None:
 
 
 def _ran(text: bytes, frame: str) -> None:
-    """Beneath a frame; where there is none, in this process, which another may have started."""
+    """Record that a text ran beneath ``frame``. If ``frame`` is empty, record that the text ran in this
+    process, which another process may have started."""
     if text and frame:
         _log("executed", known_by(text), frame)
     elif _telling(text) and "_pytest" not in sys.modules:
@@ -119,8 +133,8 @@ def _ran(text: bytes, frame: str) -> None:
 
 
 def known_by(text: bytes) -> str:
-    """The digests of a text's statements, one after another; of the text as it is where that is short, no
-    candidate's, or nothing that Python reads."""
+    """Return the digests of the text's statements, joined. Return the digest of the whole text if the text is
+    short, cannot be a candidate, or is not valid Python."""
     if _telling(text):
         _busy.parsing = True
         try:
@@ -128,7 +142,7 @@ def known_by(text: bytes) -> str:
             if dumps:
                 return "".join(map(_digest, dumps))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            pass  # it never runs
+            pass  # such a text never runs
         finally:
             _busy.parsing = False
     return _digest(text)
@@ -139,7 +153,8 @@ def _telling(text: bytes) -> bool:
 
 
 def _started(command: Any) -> None:
-    """A process of the project's: what it runs, without a frame of ours, is ours too."""
+    """Record a process that the project starts. A text that runs there counts as the project's, even without
+    a frame of the project."""
     frame = _beneath()
     if frame and isinstance(command, list | tuple):
         words = "\0".join(map(os.fsdecode, command))
@@ -147,7 +162,8 @@ def _started(command: Any) -> None:
 
 
 def _pass_on(command: Any, environment: Any) -> None:
-    """Into an environment that was made for a child: it may be Python's, and would not load the hook."""
+    """Add the hook to an environment that was made for a child process. If the child is a Python process, it
+    would otherwise not load the hook."""
     alone = not isinstance(command, list | tuple) or "-I" in command or "-S" in command
     if alone or not isinstance(environment, dict) or DIRECTORY not in os.environ:
         return
@@ -158,21 +174,22 @@ def _pass_on(command: Any, environment: Any) -> None:
 
 
 def _beneath() -> str | None:
-    """The nearest frame of the project's, as file:line, or that a thread has no other; empty if there is none
-    in a main thread. None if a test's is nearer than the verifier's and the agent's, or confinement is."""
+    """Return the project's nearest frame, as file:line. If there is no such frame, return a note for a thread
+    that does nothing else, or "" in other cases. Return None if a test's frame is nearer than a frame of the
+    verifier or agent, or if the process is a confined child."""
     frame: FrameType | None = sys._getframe()
     found, pool = "", threading.current_thread() is not threading.main_thread()
     while frame:
         path = frame.f_code.co_filename
         if path.startswith(TESTS) and not path.startswith(HERE):
             return None
-        spec = frame.f_globals.get("__spec__")  # of python -m, whose name is __main__
+        spec = frame.f_globals.get("__spec__")  # with ``python -m``, ``__name__`` is __main__
         name = str(getattr(spec, "name", None) or frame.f_globals.get("__name__"))
         if (name, frame.f_code.co_name) == CONFINED:
             return None
         if name != TRACER and name.partition(".")[0] == "coda_agent":
             found = found or f"{path}:{frame.f_lineno}"
-            if not name.startswith("coda_agent.primitives"):  # which tests use themselves
+            if not name.startswith("coda_agent.primitives"):  # tests use primitives directly
                 return found
         pool = pool and name in POOLS
         frame = frame.f_back
@@ -180,7 +197,7 @@ def _beneath() -> str | None:
 
 
 def _bytes(text: str | bytes) -> bytes:
-    """Without the ends of lines that a system has, as Python reads it."""
+    """Return the text as bytes, with the line ends that Python reads and without surrounding blanks."""
     found = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     return found.replace(b"\r\n", b"\n").replace(b"\r", b"\n").strip()
 
@@ -191,19 +208,20 @@ def _digest(text: bytes) -> str:
 
 def _log(*words: str) -> None:
     if DIRECTORY not in os.environ:
-        return  # confinement has given up what it had
+        return  # a confined child has cleared its environment
     path = os.path.join(os.environ[DIRECTORY], f"{os.getpid()}.log")
     line = "\t".join(words).replace("\n", " ") + "\n"
     if (logged := hash((path, line))) not in _logged:
         _logged.add(logged)
-        with suppress(FileNotFoundError):  # the session is over
+        with suppress(FileNotFoundError):  # the session has ended, and its directory is gone
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             os.write(descriptor, line.encode("utf-8", "replace"))
             os.close(descriptor)
 
 
 class Account(NamedTuple):
-    """What a session's processes heard: how many they were, how many candidates, and what ran of them."""
+    """The findings of a session: how many processes were watched, the candidates, and the candidates that
+    ran."""
 
     processes: int
     candidates: frozenset[str]
@@ -211,7 +229,7 @@ class Account(NamedTuple):
 
 
 def account(directory: Path) -> Account:
-    """Read all logs."""
+    """Read all logs in ``directory``."""
     lines = [line.split("\t") for path in sorted(directory.glob("*.log")) for line in _read(path)]
     candidates = frozenset(words[1] for words in lines if words[0] == "candidate")
     starts = {words[1]: words[2] for words in lines if words[0] == "started"}
@@ -225,8 +243,9 @@ def account(directory: Path) -> Account:
 
 
 def _both(candidates: Iterable[str], executed: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The candidates that were executed, whole or within a longer text, and beneath what."""
-    holding = defaultdict(set)  # a statement: the texts that hold it
+    """Return the executed candidates with the frames beneath which they ran. A candidate may be a part of a
+    longer text."""
+    holding = defaultdict(set)  # maps a statement to the texts that contain it
     for text, frame in executed:
         for place in range(0, len(text), DIGEST):
             holding[text[place : place + DIGEST]].add((text, frame))

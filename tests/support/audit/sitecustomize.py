@@ -1,4 +1,5 @@
-"""Python imports this at its start where the tests put it on the path: every child they start is watched."""
+"""Watch every child process that the tests start. The tests put this module on the import path, and Python
+imports it at startup."""
 
 import atexit
 import gc
@@ -7,13 +8,14 @@ import sys
 import candidate_watch
 
 
-# agent.cli.main does the same; its import would cost each watched child more than this saves.
+# ``agent.cli.main`` does the same, but importing it would cost each watched child more time than this saves.
 def _skip_the_last_collection() -> None:
-    if "triton" not in sys.modules:  # whose nanobind takes what is left at the end for leaks
+    if "triton" not in sys.modules:  # triton's nanobind would report the frozen objects as leaks
         gc.freeze()
 
 
 candidate_watch.install()
-# A third of the time of a short process would be spent on looking through what PyTorch's import made.
+# A short process would otherwise spend a third of its time on searching the objects that PyTorch's import
+# creates.
 gc.set_threshold(100_000)
 atexit.register(_skip_the_last_collection)

@@ -1,4 +1,4 @@
-"""NVML of a node with one H100 that this machine lacks."""
+"""A stand-in for NVML's Python module. It reports one H100, which the test machine lacks."""
 
 from __future__ import annotations
 
