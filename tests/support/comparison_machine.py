@@ -134,7 +134,7 @@ class Machine:
 
 
 def _names(asked: Any) -> tuple[str, ...]:
-    """The keys of a session's arms and of its layer, if it has one."""
+    """Return the keys of a session's arms and of its layer, if it has one."""
     layer = () if hasattr(asked, "spec") else (LAYER_BOTH if asked.backward else LAYER_FORWARD,)
     return (*asked.arms, *layer)
 

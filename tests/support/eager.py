@@ -18,8 +18,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Eager:
-    """A value in fp64. ``head`` tells how the value relates to heads: it is a "statistic", "spread" or
-    "repeated", or "" if it does not depend on heads."""
+    """A value in fp64. ``head`` is "statistic" for a statistic of heads, and "spread" after the statistic was
+    spread over columns. It is "repeated" for a value that every head reads, and "" for a plain value."""
 
     __hash__ = None  # type: ignore[assignment]
 

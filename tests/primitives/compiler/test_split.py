@@ -1,4 +1,5 @@
-"""A split step runs in two launches: the rows of each launch, and the order of the launches."""
+"""A split step runs in two launches. The tests check which rows each launch computes, and in which order the
+launches run."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_the_second_launch_starts_with_the_first_and_ends_after_it(monkeypatch: 
     expected = {
         SPLIT._replace(split=False): [wait, launch],
         SPLIT: [wait, launch, launch],
-        SPLIT.rest: [wait],  # the launch is missing: the next grid starts when a block ends
+        SPLIT.rest: [wait],  # the wait is at a block's end, where a block usually lets the next grid start
     }
     for schedule, order in expected.items():
         said.clear()

@@ -35,7 +35,7 @@ REFUSED = {n: "dtype" for n in SHIPPED if "fp8" in n} | {
 }  # fmt: skip
 # outputs that have no gradient of their own
 STATISTICS = {("gemm_row_abs_max", "amax"), ("gemm_qk_norm_rope", "rstd"), ("gemm_qk_norm_rope_eps", "rstd")}
-# inputs that many heads read in a way whose gradients no primitive can add up
+# inputs that many heads read, and whose gradients no primitive can add up
 LEFT = {n: {"cos_sin"} for n in SHIPPED if n.endswith("_rope")} | {
     "gemm_qk_norm_rope": set(), "gemm_qk_norm_rope_eps": {"eps"},
     "gemm_rmsnorm_qkv_norm_rope": {"cos_sin", "eps"},

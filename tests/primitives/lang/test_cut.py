@@ -176,8 +176,8 @@ def test_a_computed_scalar_is_part_of_the_body() -> None:
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
 def test_independent_gemms_run_in_the_order_that_their_sums_ask_for(names: tuple[str, str]) -> None:
-    """A sum of h that is spread over g must be computed before g, in whatever order the program names or uses
-    them."""
+    """A sum of h that is spread over g must be computed before g. The order of the program's names and
+    operands does not matter."""
     plain, scaled = names
     lines = (H, "g = gemm(r, q)", f"return {{'{plain}': g * 2, '{scaled}': g * per_row(row_sums(h))}}")
     program = trace(tiles(*names), *lines)

@@ -100,7 +100,7 @@ def _compiled(source: object, path: object) -> None:
 
 
 def _made_by_a_library() -> bool:
-    # the frames from here up to the compiling code are this function's, ``_compiled``'s and the hook's
+    # skip the frames of this function, ``_compiled`` and the hook
     compiling = sys._getframe(2).f_back
     return compiling is not None and compiling.f_code.co_filename in MAKERS
 
