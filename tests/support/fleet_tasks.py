@@ -1,4 +1,4 @@
-"""Pieces of work that tests run in the slots of a cluster. Some disturb their machine."""
+"""Pieces of work that tests run in the slots of a cluster. Some pieces disturb the machine that runs them."""
 
 from __future__ import annotations
 

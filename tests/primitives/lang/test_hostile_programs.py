@@ -25,7 +25,7 @@ from coda_agent.primitives.runtime.launchable import sorted_rows
 
 pytestmark = pytest.mark.slow
 
-MARK = "zq"  # begins every name of a hostile program; the product's own text never contains it
+MARK = "zq"  # begins every name of a hostile program, and never occurs in the product's own text
 Json = Any
 
 

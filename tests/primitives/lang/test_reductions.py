@@ -1,4 +1,5 @@
-"""A new reduction needs one definition. After it is registered, every part of the compiler can use it."""
+"""A new reduction needs one definition. Every part of the compiler can use a reduction after it is
+registered."""
 
 from __future__ import annotations
 

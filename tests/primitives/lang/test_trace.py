@@ -467,7 +467,7 @@ def test_values_live_as_long_as_their_kernel_runs() -> None:
 
 
 def test_tracing_leaves_nothing_behind() -> None:
-    """After a kernel was refused, the next kernel is traced normally."""
+    """A refused kernel does not change how the next kernel is traced."""
     before = NORM.program.hash
     refused(source(TILE, "gemm(x, w.mT)[0]"))
     assert NORM.program.hash == before

@@ -48,7 +48,7 @@ def test_a_cache_that_is_a_file_is_named(
 
 def test_a_cache_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    # root may write anywhere, so a read-only folder would not test this
+    # the tests may run as root, who may write to a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(CacheError, match="it is not writable for you"):
         usable_cache()

@@ -151,8 +151,8 @@ t.workers.run_all(t.hangs, sys.argv[1:])
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(tmp_path: Path, by: signal.Signals):
-    """A busy worker cannot notice that its input has ended. It ends even so if its parent is killed or
-    interrupted."""
+    """A busy worker cannot notice that its input has ended. Even so, the worker ends if its parent is killed
+    or interrupted."""
     path = tmp_path / "hanging"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ["PYTHONPATH"]])}
     with subprocess.Popen(

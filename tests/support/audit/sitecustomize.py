@@ -1,5 +1,5 @@
-"""Watch every child process that the tests start. The tests put this module on the import path, and Python
-imports it at startup."""
+"""Watch every child process that the tests start. The tests put this module on the import path, and a child's
+Python imports the module at startup."""
 
 import atexit
 import gc
