@@ -1,4 +1,5 @@
-"""The audit of the whole session hears a candidate that runs outside the jail: planted ones, all of them."""
+"""The audit of the test session reports every candidate that runs outside the jail. These tests plant such
+candidates."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SIGNATURE = Signature(
     {"x": TensorType((M, K), "bf16"), "w": TensorType((K, N), "bf16")},
     {"o": TensorType((M, N), "bf16")},
 )
-# A module that passes for one of the verifier's, and what the tests below need of it.
+# A module that poses as one of the verifier's, with the functions that the tests below call.
 PLANTED = """
 import ast, importlib.util, sys
 def run(text):
@@ -68,7 +69,7 @@ sys.modules["primitives"] = coda_agent.primitives  # as a kernel imports it
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path, Path]:
-    """The planted module, a kernel file and a directory for logs."""
+    """Return the paths of the planted module, a kernel file and a directory for logs."""
     planted, kernel, logs = tmp_path / "planted.py", tmp_path / "kernel.py", tmp_path / "logs"
     planted.write_text(PLANTED)
     kernel.write_text(KERNEL)
@@ -77,7 +78,8 @@ def files(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 
 def heard(files: tuple[Path, Path, Path], *codes: str) -> Account:
-    """What the audit says of processes that run ``codes``, one after another."""
+    """Run each of ``codes`` in its own process, one after another; return the audit's account of these
+    processes."""
     planted, kernel, logs = files
     environment = os.environ | {DIRECTORY: str(logs)}
     arguments = [str(planted), str(kernel), json.dumps(SIGNATURE.to_json())]
@@ -94,11 +96,11 @@ def heard(files: tuple[Path, Path, Path], *codes: str) -> Account:
         ["planted.run(text); trace()"],
         ["trace()", "planted.run(text)"],  # in two processes
         ["planted.run(text)", "trace()"],
-        ["trace(); planted.evaluate(text)"],  # by way of a syntax tree
+        ["trace(); planted.evaluate(text)"],  # compiled from a syntax tree
         ["trace(); planted.run('x = 1\\n' + text + '\\ny = 2')"],
         ["trace(); planted.load(sys.argv[2])"],
         ["trace(); planted.run(text.replace('\\n', '\\r\\n'))"],
-        ["trace(); planted.run(text.replace('x, w)}', 'x,w)}'))"],  # a blank less
+        ["trace(); planted.run(text.replace('x, w)}', 'x,w)}'))"],  # one space fewer
         ["trace(); planted.run('# ours\\n' + text.replace('return', '\\n\\n    return'))"],
         ["trace(); planted.run(ast.unparse(ast.parse(text)))"],
         ["trace()", "planted.run('x = 1\\n' + ast.unparse(ast.parse(text)) + '\\ny = 2')"],
@@ -118,7 +120,8 @@ def test_a_candidate_in_a_process_that_the_verifier_starts_is_heard(files: tuple
 
 
 def test_a_candidate_that_a_thread_runs_is_heard(files: tuple[Path, Path, Path]) -> None:
-    """Nobody's frame is beneath it: who handed it over is another thread's."""
+    """The thread's stack has no frame of the code that submitted the candidate; that frame is in another
+    thread."""
     (said,) = heard(files, "trace(); ThreadPoolExecutor(1).submit(exec, text, {}).result()").violations
     assert "a thread that does nothing else" in said
 
@@ -139,7 +142,8 @@ assert workers.run_all(task.execute, [text]) == [True]
 
 
 def test_a_candidate_in_a_worker_of_ours_is_heard(files: tuple[Path, Path, Path]) -> None:
-    """A real one, of those that compile in parallel: only frames of ``primitives`` are beneath its tasks."""
+    """The worker is one of the product's own, which compile in parallel. Below its tasks, the stack holds
+    only frames of ``primitives``."""
     files[0].with_name("task.py").write_text("def execute(text):\n    exec(text, {})\n    return True\n")
     found = heard(files, "trace()\n" + WORKING)
     assert len(found.candidates) == 1 and found.processes == 2
@@ -147,7 +151,8 @@ def test_a_candidate_in_a_worker_of_ours_is_heard(files: tuple[Path, Path, Path]
 
 
 def test_the_confined_child_may_run_an_edited_text(files: tuple[Path, Path, Path]) -> None:
-    """The one that is forked for it: its frames are primitives', and the first is the confinement's."""
+    """The child that is forked for edited text may run it. The child's frames belong to ``primitives``, and
+    the first frame belongs to the confinement."""
     code = "def work():\n    planted.__name__ = 'coda_agent.primitives.planted'\n    planted.run(text)\n"
     code += "    return {'ran': 1}\n"
     code += (
@@ -180,7 +185,7 @@ def test_a_child_with_an_environment_of_its_own_is_watched(files: tuple[Path, Pa
 
 
 def test_the_jails_own_child_holds_no_hook(files: tuple[Path, Path, Path]) -> None:
-    """It is the one place where candidates run, and its 50 ms are no time for one."""
+    """Candidates may run only in the jail's child, and the child's 50 ms leave no time to install a hook."""
     assert heard(files, "trace()").processes == 1
 
 
@@ -226,7 +231,8 @@ def test_a_violation_fails_a_session_whose_tests_pass(
         "conftest",
         str(tmp_path),
     ]
-    own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # a session, no xdist worker
+    # so that pytest starts a session, not an xdist worker
+    own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
         command, env=own | {"PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True
     )

@@ -1,7 +1,8 @@
-"""Evidence stays as it was measured: hashes of everything that a report or a recording is bound to.
+"""Evidence does not change after its measurement. The tests compare hashes of everything to which a report or
+a recording is bound.
 
-A new kernel adds lines: ``PYTHONPATH=tests/support python tests/test_golden.py`` writes ``golden.json``
-again, for a person to review.
+A new kernel adds hashes: ``PYTHONPATH=tests/support python tests/test_golden.py`` rewrites ``golden.json``. A
+person reviews the change.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ RESULTS = ROOT / "docs" / "comparison"
 
 
 def computed() -> dict[str, dict[str, str]]:
-    """By group and name: what specs, programs and lowered or edited texts hash to, and files as bytes."""
+    """Return hashes by group and name: hashes of specs, programs, lowered and edited texts, and of the bytes
+    of files."""
     specs = {p.stem: load(p, check=False) for p in sorted(SPECS.glob("*.yaml"))}
     golden = {
         "spec": {name: spec.hash for name, spec in specs.items()},

@@ -1,4 +1,5 @@
-"""What may import what: the layers, the jail's standard library, and the light start of the command."""
+"""Rules for imports: the layers, the jail's restriction to the standard library, and the command's fast
+start."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def modules_after(code: str, *flags: str) -> set[str]:
-    """What a new interpreter has loaded once it has run ``code`` beside the packages."""
+    """Return the modules that a new interpreter has loaded after it has run ``code``."""
     report = "import json; print(json.dumps(sorted(sys.modules)))"
     script = f"import sys; sys.path.append({str(ROOT / 'src')!r}); {code}; {report}"
     command = [sys.executable, *flags, "-c", script]
@@ -52,14 +53,14 @@ def modules_after(code: str, *flags: str) -> set[str]:
 
 
 def ours(modules: set[str]) -> set[str]:
-    """Modules of the project; its packages, which hold a line each, aside."""
+    """Return the project's modules, without the packages that contain them."""
     own = {m for m in modules if m.partition(".")[0] == "coda_agent"}
     return {m for m in own if not any(other.startswith(f"{m}.") for other in own)}
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The packages and their contracts, somewhere a test may break them."""
+    """Return a copy of the packages and their import contracts that a test may break."""
     for name in ("pyproject.toml", "__init__.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "src").mkdir()
@@ -82,7 +83,7 @@ def test_imports_keep_the_contracts() -> None:
         ("verifier/report.py", "from coda_agent.agent.providers import Turn", LAYERS),
         ("verifier/report.py", "def late():\n    from coda_agent.verifier import measure", CIRCLES),
         ("primitives/lang/ir.py", "def late():\n    import torch", JAIL),
-        ("primitives/system/sandbox.py", "import coda_agent.verifier.report", JAIL),  # which imports pydantic
+        ("primitives/system/sandbox.py", "import coda_agent.verifier.report", JAIL),  # report needs pydantic
     ],
 )
 def test_a_broken_contract_is_named(copy: Path, module: str, line: str, contract: dict[str, Any]) -> None:
@@ -94,11 +95,11 @@ def test_a_broken_contract_is_named(copy: Path, module: str, line: str, contract
 
 
 def test_the_jail_needs_the_standard_library_alone() -> None:
-    # -S leaves site-packages out of the path, so that anything else fails to import.
+    # -S removes site-packages from the path, so that other imports fail.
     loaded = modules_after("import coda_agent.verifier.sandbox.jail_child", "-I", "-S")
     foreign = {m.partition(".")[0] for m in loaded} - sys.stdlib_module_names - {"__main__", "coda_agent"}
     assert not foreign
-    # What the jail loads is what the contract guards: no module joins the jail unnoticed.
+    # The contract must list every module that the jail loads, so that no module joins the jail unnoticed.
     assert ours(loaded) == set(JAIL["source_modules"])
 
 
@@ -119,7 +120,7 @@ def test_no_two_classes_have_one_name() -> None:
     places: dict[str, list[str]] = {}
     for package in (*PACKAGES, "benchmarks"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            if path.is_relative_to(ROOT / "primitives" / "device"):  # its text is frozen
+            if path.is_relative_to(ROOT / "primitives" / "device"):  # the text of this folder is frozen
                 continue
             tree = ast.parse(path.read_text(encoding="utf-8"))
             for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The wheel: built from a copy of the checkout, and looked into without installing it."""
+"""The wheel is built from a copy of the checkout and inspected without installing it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_every_extra_holds_the_packages_that_a_missing_import_names_it_for() -> 
     named = defaultdict(set)
     for package, extra in EXTRAS.items():
         named[extra].add(package)
-    named["author"] -= {"anyio", "mcp_types"}  # come with mcp
+    named["author"] -= {"anyio", "mcp_types"}  # installed together with mcp
     assert {extra: declared[extra] for extra in named} == named
     assert remedy(ModuleNotFoundError(name="nobody_knows")) is None
 

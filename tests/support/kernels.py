@@ -1,4 +1,4 @@
-"""Signatures and kernel sources that several tests share, and inputs for them."""
+"""Signatures, kernel sources and inputs that several tests share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
 
 
 def tensor(shape: str, dtype: str = "bf16") -> TensorType:
-    """``tensor("M, 2*F")``, a scalar ``tensor("", "fp32")``"""
+    """Return a tensor type, such as ``tensor("M, 2*F")``; a scalar is ``tensor("", "fp32")``."""
     return TensorType(tuple(Dim.parse(d.strip()) for d in shape.split(",") if d), dtype)
 
 
@@ -34,13 +34,14 @@ def signature(
     updates: Mapping[str, str] | None = None,
     **constants: float,
 ) -> Signature:
-    """A signature whose dims are those that its shapes name."""
+    """Return a signature whose dims are all the dims in the shapes of its inputs and outputs."""
     dims = sorted({n for t in (*inputs.values(), *outputs.values()) for d in t.shape for n in d.names})
     return Signature("kernel", tuple(dims), inputs, outputs, constants, static, updates or {})
 
 
 def source(signature: Signature, *lines: str) -> str:
-    """A kernel file with the right parameters; the first of ``lines`` is line 4 of it."""
+    """Return a kernel file whose parameters match the signature. The first of ``lines`` is line 4 of the
+    file."""
     parameters = ", ".join([*signature.inputs, *signature.constants, *signature.static])
     return f"{IMPORTS}@kernel\ndef k({parameters}):\n" + "".join(f"    {line}\n" for line in lines)
 
@@ -101,7 +102,7 @@ BACKWARD = Example(
     ),
     {"M": 24, "D": 32, "F": 16},
 )
-# Output projection and residual, then the next projection with the norm's row scale deferred past it.
+# Output projection and residual add, then the next projection; the norm's row scale is applied after it.
 CHAIN = Example(
     signature(
         {"y": tensor("M, K"), "wo": tensor("K, N"), "x": tensor("M, N"), "gamma": tensor("N"),
@@ -117,7 +118,7 @@ CHAIN = Example(
     ),
     {"M": 24, "K": 32, "N": 48, "P": 40},
 )  # fmt: skip
-# Each head normed by its own statistic, then turned by an angle that rows and columns make.
+# Each head is normed by its own statistic, then rotated by an angle computed from row and column.
 QK_NORM = Example(
     signature(
         {"x": tensor("M, K"), "w": tensor("2*H*P, K"), "gamma": tensor("2*P"),
@@ -134,7 +135,7 @@ QK_NORM = Example(
     ),
     {"M": 24, "K": 32, "H": 3, "P": 8},
 )  # fmt: skip
-# Turned by angles that rows and columns make: no tile need hold a whole head.
+# The angles are computed from row and column, so a tile need not contain a whole head.
 TURNED = Example(
     signature(
         {"x": tensor("M, K"), "w": tensor("2*H*P, K"), "positions": tensor("M", "int32"),
@@ -244,7 +245,7 @@ FP8 = Example(
     ("return {'y': gemm(x, w.mT) * per_row(sx) * per_column(sw)}",),
     {"M": 24, "K": 32, "N": 48},
 )  # fmt: skip
-# Every width of tile, vector and reduction that no bulk copy moves.
+# Tiles, vectors and reductions of every width that no bulk copy moves.
 WIDTHS = Example(
     signature(
         {"x": tensor("M, K"), "w": tensor("2*F, K"), "half": tensor("M, F"), "wide": tensor("M, 4*F", "fp32"),
@@ -272,8 +273,8 @@ EXAMPLES = {
 
 
 def draw(signature: Signature, sizes: dict[str, int], seed: int = 0) -> Tensors:
-    """Normal inputs; matrices scaled so that a product over any of these sizes stays near one. Indices run
-    from a few below 0 to a few past any size."""
+    """Draw normal inputs, scaled by 0.4 so that a product over these sizes stays near one. Indices run from a
+    few below 0 to a few past the largest size."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
     for name, declared in signature.inputs.items():

@@ -1,8 +1,8 @@
-"""Processes that run the real command until an event of a journal, and kill themselves just before its commit
-or just after it.
+"""Processes that run the real command and kill themselves just before or just after they commit a chosen
+event to the journal.
 
-One interpreter that has imported all forks them, one for each errand that it reads. Their authors, gates and
-GPU are stood in for: each notes that it was asked by write(2), which no kill takes back.
+One interpreter imports everything, reads errands, and forks a process for each errand. Stand-ins replace the
+author, the gates and the GPU. A stand-in logs each request with write(2), which survives a kill.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ from coda_agent.verifier.report import Measured, Rejected, Unmeasured
 from coda_agent.verifier.spec.model import Spec
 
 MODEL = "claude-opus-5-5"
-READ, WRITTEN = 1000, 500  # what each request reserves
-REFUSED = 3  # a kernel's turn whose first request is refused
-VOID = "void/3/0"  # and its first measurement
-FAILED = Usage(700, 30)  # of an edit's first request, which gives no answer
+READ, WRITTEN = 1000, 500  # tokens that each request reserves
+REFUSED = 3  # the turn of the cast ``Kernel`` whose first request is refused
+VOID = "void/3/0"  # the key of the event that records the void measurement of turn 3
+FAILED = Usage(700, 30)  # the usage of a failed request of the cast ``Edit``
 
 
 @dataclass(frozen=True)
 class Errand:
-    """A command, and where it ends: "before" or "after" a kind of event. ``cast``: who stands in, by a class
-    of this module; ``kernels``: in place of generated_kernels/."""
+    """A command and the point at which its process is killed: "before" or "after" a kind of event. ``cast``:
+    the class in this module that supplies the stand-ins; ``kernels``: the folder used instead of
+    generated_kernels/."""
 
     arguments: Sequence[str]
     cast: str
@@ -65,7 +66,7 @@ class Errand:
 
 
 class Cast(Protocol):
-    """Who stands in for the author, for the gates of any machine and for the GPU's."""
+    """The stand-ins for the author, for the gates that need no GPU, and for the GPU's gates."""
 
     def author(self) -> providers.Provider: ...
     def check(self, spec: Spec, source: str) -> verify.Verdict: ...
@@ -80,7 +81,7 @@ LOOKING = Turn("I look.", USAGE, "Ada via a script", "tool_use", (
 
 @dataclass
 class Kernel:
-    """A kernel in the third attempt, whose second measurement counts."""
+    """A run whose third attempt is a correct kernel. The first measurement is void; the second counts."""
 
     note: Callable[[str], None]
 
@@ -90,7 +91,7 @@ class Kernel:
         class Refused(Scripted):
             def next_turn(self, question: Question) -> Turn:
                 charge = question.meter.reserve(MODEL, READ, WRITTEN)
-                if question.number == REFUSED:  # by a server that is overloaded: a request of no cost
+                if question.number == REFUSED:  # an overloaded server refuses; the request costs nothing
                     note("refused")
                     charge.settle(Usage())
                     question.meter.reserve(MODEL, READ, WRITTEN)
@@ -118,8 +119,8 @@ class Kernel:
 
 @dataclass
 class Edit:
-    """An edit of an accepted kernel's text, and a round to make it faster; the first request fails, for good
-    once the run has stopped by it. No GPU is here."""
+    """A run that edits the text of an accepted kernel and then makes it faster in another round. Requests
+    fail until a failed request has stopped the run. There is no GPU."""
 
     note: Callable[[str], None]
 
@@ -152,7 +153,8 @@ class Edit:
 
 
 def kill_at(point: str) -> None:
-    """This process at the first new event of a kind, as ``Errand.point`` has it."""
+    """Kill this process just before or just after the first new event of a kind, as ``point`` says (see
+    ``Errand``)."""
     real = journal.Journal.once
 
     def once(
@@ -214,9 +216,9 @@ def _perform(errand: Errand) -> None:
 
 
 def _serve() -> None:
-    """Forks until there are no more errands; each one's exit status is a line. What they need is imported
+    """Fork a process for each errand read from stdin, and print its exit status as a line. All imports happen
     here, once."""
-    import torch  # which lowering imports: no thread of it runs before a fork  # noqa: F401
+    import torch  # lowering imports torch; the import starts no thread, so a fork is safe  # noqa: F401
 
     import coda_agent.verifier.measure  # noqa: F401
     from coda_agent.agent.artifacts import bundle_measuring  # noqa: F401
@@ -227,7 +229,7 @@ def _serve() -> None:
     )
     from coda_agent.agent.run import optimize  # noqa: F401
 
-    gc.freeze()  # else each child's collections would copy this process's memory
+    gc.freeze()  # otherwise garbage collection in a child would copy this process's memory
     gc.disable()
     for line in sys.stdin:
         child = os.fork()
@@ -245,7 +247,8 @@ def _serve() -> None:
 
 @contextmanager
 def processes() -> Iterator[Callable[[Errand], int]]:
-    """Runs each errand in a process of its own, and gives its exit status: -9 if it was killed."""
+    """Yield a function that runs an errand in its own process and returns the exit status: -9 if the process
+    was killed."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     }

@@ -1,4 +1,4 @@
-"""The functions of fused beside the same mathematics in plain PyTorch, at small sizes, for any dtype."""
+"""Functions of fused and the same mathematics in plain PyTorch, at small sizes, for any dtype."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EPS = 1e-3
 
 
 class Where(NamedTuple):
-    """A device, the widest dtype of a fused part's matrices there, and how close two ways to compute the same
-    values in it are, relative."""
+    """``dtype``: the widest dtype of a fused part's matrices on ``device``; ``close``: the relative
+    difference allowed between two computations of the same values in this dtype."""
 
     device: str
     dtype: torch.dtype
@@ -32,7 +32,7 @@ Function = Callable[..., Tensor]
 
 
 class Counted:
-    """A backend of torch.compile that counts its graphs. PyTorch's own counter also counts those of the
+    """A backend of torch.compile that counts its graphs. PyTorch's own counter also counts the graphs of the
     functions that fused compiles for a GPU."""
 
     def __init__(self, backend: str):
@@ -44,14 +44,15 @@ class Counted:
 
 
 class Part(NamedTuple):
-    """A function of tensors of these shapes, where M stands for the rows, and its plain twin."""
+    """A function, the shapes of its tensors (M stands for the rows), and the same function in plain
+    PyTorch."""
 
     shapes: dict[str, tuple[Any, ...]]
     ours: Function
     plain: Function
 
     def drawn(self, rows: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Tensor]:
-        """Leaves that want gradients."""
+        """Draw leaf tensors that require gradients."""
         random = torch.Generator().manual_seed(0)
         found = {}
         for name, shape in self.shapes.items():
@@ -139,7 +140,8 @@ def before_attention(bias: bool, rotates: bool) -> Part:
 
 
 def between_attentions(activation: str) -> Part:
-    """The stream after one layer, beside the next layer's projections of its norm."""
+    """A part that returns the stream after one layer, concatenated with the next layer's projections of its
+    norm."""
     first, last = after_attention(activation), before_attention(False, False)
 
     def ours(w: Tensor, next_gamma: Tensor, gamma: Tensor, **given: Tensor) -> Tensor:
@@ -185,7 +187,8 @@ PARTS = {
 
 
 def gradients(function: Function, given: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
-    """The result and the gradient of each leaf that wants one, of a random weighting of the result."""
+    """Return the result, and the gradient of a randomly weighted sum of it for each leaf that requires
+    one."""
     result = function(**given)
     weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed)).to(result)
     wanted = {n: t for n, t in given.items() if t.requires_grad}
@@ -194,5 +197,5 @@ def gradients(function: Function, given: dict[str, Tensor], seed: int = 1) -> di
 
 
 def loss_of(found: Tensor, exact: Tensor) -> float:
-    """The RMS of the error over the exact values' RMS."""
+    """Return the RMS of the error divided by the RMS of the exact values."""
     return float((found.double() - exact.double()).norm() / exact.double().norm())

@@ -1,8 +1,8 @@
-"""A way to run lowered text: lane by lane, with Python in CuTeDSL's place.
+"""Run lowered text lane by lane, with Python in place of CuTeDSL.
 
-A fragment is a list of columns, each of all rows at once; the whole matrix is one CTA tile. Past its edges
-accumulator and bulk loads are zero, spread vectors NaN, and what threads address themselves is the value at
-the edge, so that a mask that is missing shows.
+A fragment is a list of columns; a column holds all rows. The whole matrix is one CTA tile. Beyond the matrix,
+accumulators and bulk loads are zero and spread vectors are NaN. A load that threads address themselves
+returns the value at the edge there. So a missing mask changes the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fp32(value: Any) -> torch.Tensor:
 
 
 class Lanes:
-    """A fragment: one tensor of all rows a lane."""
+    """A fragment: one tensor per lane, which holds all rows."""
 
     def __init__(self, lanes: list[Any]):
         self.lanes = lanes
@@ -47,7 +47,7 @@ class Lanes:
 
 
 class Same:
-    """A vector along M, or a running value a row: the same whatever the column."""
+    """A vector along M, or one running value per row. Every column has the same value."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -62,7 +62,7 @@ class Same:
 
 @dataclass
 class Heads:
-    """Sums over heads, or largest magnitudes, ``width`` lanes each, of what a sweep folds in."""
+    """Sums or largest magnitudes per head. A head is ``width`` lanes of the values that ``fold`` receives."""
 
     width: int
     kind: str
@@ -79,7 +79,8 @@ class Heads:
 
 @dataclass
 class LogSumExp:
-    """The mainloop's own: it leaves out lanes past the edge, and overwrites the fragment that it is given."""
+    """A model of the mainloop's own reduction: it leaves out lanes past the edge and overwrites the fragment
+    it receives."""
 
     place: Place
     blocks: list[torch.Tensor] = field(default_factory=list)
@@ -96,7 +97,7 @@ class LogSumExp:
 
 @dataclass
 class Select:
-    """The mainloop's own: where an index is no column, nothing is written."""
+    """A model of the mainloop's own selection: for an index that is no column, it writes nothing."""
 
     place: Place
     index: torch.Tensor
@@ -132,13 +133,13 @@ class Vector:
 
 
 class Number(torch.Tensor):
-    """A register of a vector kernel, which is converted on its way to memory."""
+    """A register of a vector kernel. Storing the register to memory converts it."""
 
     def to(self, *args: Any) -> Any:  # type: ignore[override]
         return self if args == (Vector.element_type,) else super().to(*args)
 
 
-# Where lanes are
+# Positions of lanes
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def inside_rows(place: Place, lane: int) -> torch.Tensor:
 
 
 def _down(place: Place, source: torch.Tensor, at: int) -> torch.Tensor:
-    """A column of memory; past its last row, that one again."""
+    """Return a column of memory. The last row is repeated past the end."""
     if source.ndim == 1:
         return source[at].float()
     return source[:, at].float()[torch.arange(place.rows + PAST).clamp(max=place.rows - 1)]
@@ -190,7 +191,7 @@ def put_four(place: Place, target: torch.Tensor, lane: int, twice: int, past: in
 
 
 def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As the conversion instruction rounds: to 8 bits it saturates."""
+    """Convert as the conversion instruction does: values saturate in 8-bit dtypes."""
     end = torch.finfo(dtype).max if dtype.itemsize == 1 else torch.inf
     return values.clamp(-end, end).to(dtype)
 
@@ -293,7 +294,8 @@ for _proposal in MERGED:
 
 
 class Machine:
-    """One program on given inputs; ``memory`` by node, ``partials`` by node and part."""
+    """One program on given inputs. ``memory`` holds tensors by node; ``partials`` holds them by node and
+    part."""
 
     def __init__(self, program: Program, inputs: Tensors, sizes: Mapping[str, int]):
         self.program, self.lowered = program, lower(program)
@@ -301,7 +303,7 @@ class Machine:
         self.types = program.types()
         self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(program.nodes) if n.op == "input"}
         self.partials: dict[tuple[int, int], torch.Tensor] = {}
-        self.combines: dict[str, Callable[..., torch.Tensor]] = {}  # of columns, by name
+        self.combines: dict[str, Callable[..., torch.Tensor]] = {}  # by argument; each reduces over rows
         self.thread = 0
         functions = {
             f.__name__: _unary(f) for f in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh)
@@ -326,7 +328,7 @@ class Machine:
         return [d(self.sizes) for d in self.types[node].shape]
 
     def number(self, argument: Argument) -> torch.Tensor:
-        """A size that a node names, or for an extent its columns."""
+        """Return the size that a node names; for an extent, the node's number of columns."""
         if argument.role == "extent":
             return fp32(self.shape(argument.node)[1])
         return fp32(Dim.parse(str(self.program.nodes[argument.node].attribute))(self.sizes))
@@ -339,7 +341,7 @@ class Machine:
         multiply = OPERATIONS["gemm"].torch
         assert multiply is not None
         a, b = a.mT if kernel.a_transposed else a, b.mT if kernel.b_transposed else b
-        product = multiply(torch, a, b, *offsets).flatten(0, -2)  # experts' matrices, one below the other
+        product = multiply(torch, a, b, *offsets).flatten(0, -2)  # stack the experts' matrices along the rows
         made, place = self.module[kernel.name](), Place(*product.shape)
         made.head_widths, made.cta_tile_shape_mnk = kernel.head_widths(self.sizes), (128, 128, 64)
         made.column_bounds = kernel.column_bounds(self.sizes)
@@ -365,14 +367,14 @@ class Machine:
         if kernel.d:
             self.store(kernel.d, accumulator, place)
         assert made.EpilogueArguments == (kernel.adds is not None)
-        if kernel.d and kernel.adds is not None:  # in memory, where the sum so far lies
+        if kernel.d and kernel.adds is not None:  # add in memory, where the sum so far is stored
             self.memory[kernel.d.node] += self.memory[kernel.adds]
         for argument in kernel.arguments:
             if argument.role == "partial" and argument.rank > 1:
                 self.keep(argument, resources[argument.name], place)
 
     def resource(self, argument: Argument, kind: tuple[Any, ...], kernel: GemmKernel, place: Place) -> Any:
-        """What the visitor is given for an argument."""
+        """Return the object that the visitor receives for an argument."""
         match argument.role:
             case "load":
                 return self.lanes(argument, place)
@@ -414,7 +416,8 @@ class Machine:
         raise ValueError(kind)
 
     def keep(self, argument: Argument, running: Any, place: Place) -> None:
-        """Partials as the mainloop leaves them: of columns, combined over all rows of the tile."""
+        """Store partials as the mainloop leaves them. Column partials are combined over all rows of the
+        tile."""
         if isinstance(running, Lanes):
             combine = self.combines[argument.name]
             kept = torch.stack([combine(fp32(v), dim=0) for v in running.lanes[: place.columns]])
@@ -424,7 +427,7 @@ class Machine:
             self.partials[argument.node, argument.part] = value[None, : place.rows, None]
 
     def lanes(self, argument: Argument, place: Place) -> Lanes:
-        """A bulk load, which packs two values a lane where the tile is twice as wide."""
+        """Return a bulk load. If the tile is twice as wide as the GEMM, a lane packs two values."""
         tile = self.read(argument).float()
         across = PAST * tile.shape[1] // place.columns
         assert argument.packed == (tile.shape[1] == 2 * place.columns)
@@ -447,17 +450,17 @@ class Machine:
 
     def vectors(self, kernel: VectorKernel) -> None:
         if kernel.name.startswith("Bounds"):
-            return  # the offsets are right
+            return  # this model assumes correct offsets
         given = [self.given(argument) for argument in kernel.arguments]
         (length,) = self.shape(kernel.length)
-        for row in range(length + 3):  # a grid ends past the last value
+        for row in range(length + 3):  # like a grid, go past the last value
             self.thread = 8 * row
             self.module[kernel.name]().kernel(*given)
         for argument, vector in zip(kernel.arguments, given, strict=True):
             if argument.role == "out":
                 self.memory[argument.node] = vector.values
             elif argument.role == "partial" and argument.rank == 1:
-                assert bool((vector.values == LOWEST).all())  # as the next call wants it
+                assert bool((vector.values == LOWEST).all())  # reset, as the next call expects
 
     def given(self, argument: Argument) -> Any:
         match argument.role:
@@ -481,7 +484,7 @@ def kernel_names(lowered: Lowered) -> list[str]:
 def run_lowered(
     program: Program, inputs: Tensors, sizes: Mapping[str, int] = types.MappingProxyType({})
 ) -> Tensors:
-    """Outputs of the lowered text, by name."""
+    """Run the lowered text; return the outputs by name."""
     machine = Machine(program, inputs, sizes)
     kernels: list[GemmKernel | VectorKernel] = [*machine.lowered.gemms, *machine.lowered.vectors]
     for kernel in sorted(kernels, key=lambda k: (k.step, isinstance(k, VectorKernel))):

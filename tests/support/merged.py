@@ -1,4 +1,4 @@
-"""Primitives that came by a proposal (``specs/primitives/``), as tests of the whole vocabulary know them."""
+"""Primitives that were added by a proposal (``specs/primitives/``), for tests of the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MERGED = [
 
 
 def calls(arity: int) -> tuple[str, ...]:
-    """A call of each that has so many arguments, of values ``{0}`` and ``{1}``, kept in its domain."""
+    """Return one call of each primitive that takes ``arity`` arguments. The values ``{0}`` and ``{1}`` are
+    clamped to the primitive's domain."""
     return tuple(
         f"{p.name}({', '.join(_kept(p, i, VALUES[i]) for i in range(arity))})"
         for p in MERGED

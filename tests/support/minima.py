@@ -1,6 +1,7 @@
-"""Two reductions that the vocabulary lacks, each registered once, as ``reductions`` does it.
+"""Two reductions that the vocabulary lacks, each registered once, as ``reductions`` registers its own.
 
-Run as a program, this compiles what it is asked to, as the child of ``primitives.runtime.compile`` does.
+Run as a program, this module compiles on request, as the child process of ``primitives.runtime.compile``
+does.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from coda_agent.primitives.runtime import compile as compiling
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """A vocabulary with ``row_min`` and ``column_min``, for as long as this is entered."""
-    least = Fold(largest("-{0}"), math.inf, "max", "-{0}")  # what is folded is the negative
+    """Add ``row_min`` and ``column_min`` to the vocabulary until the ``with`` block ends."""
+    least = Fold(largest("-{0}"), math.inf, "max", "-{0}")  # the fold is of the negative values
 
     @reduces(least.along("row"), torch=lambda torch, t: t.amin(dim=-1))
     def row_min(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels of shipped specs, and two of no spec, whose texts and counts tests work out by hand."""
+"""Kernels of shipped specs and two further kernels. Tests work out their texts and counts by hand."""
 
 from __future__ import annotations
 
@@ -66,12 +66,13 @@ BODIES = {
     return {"y": gemm(x, w.mT) * per_row(sx) * per_column(sw)}
 """,
 }
-# Projection, residual, RMSNorm deferred past the next GEMM.
+# A projection, a residual add and an RMSNorm whose row scale is applied after the next GEMM.
 TWO_STEPS = """
     h = gemm(y, w) + x
     return {"up": gemm(h * per_column(gamma), u) * per_row(rsqrt(row_sums(h * h) / h.columns + 1e-6))}
 """
-# Tiles half and twice as wide as their GEMM, reduced both ways; a number from memory beside a reduction.
+# Tiles half and twice as wide as their GEMM, reduced along rows and columns; a scalar from memory scales one
+# reduction.
 WIDTHS = """
     t = gemm(x, w.mT)
     even, odd = pairs(t)
@@ -85,19 +86,19 @@ WIDTHS = """
 
 
 def source(signature: Signature, body: str) -> str:
-    """A kernel file with these lines, which may use the whole vocabulary."""
+    """Return a kernel file with this body. The file imports the whole vocabulary."""
     parameters = ", ".join([*signature.inputs, *signature.constants, *signature.static])
     names = ", ".join(primitives.__all__)
     return f"from primitives import {names}\n@kernel\ndef k({parameters}):\n{body.lstrip(chr(10))}"
 
 
 def kernel(signature: Signature, body: str) -> Program:
-    """That file, traced."""
+    """Return the traced program of such a file."""
     return trace_source(source(signature, body), signature)
 
 
 def source_of(name: str) -> str:
-    """The file of a shipped spec's kernel."""
+    """Return the kernel file of a shipped spec."""
     return source(load(SPECS / f"{name}.yaml", check=False).signature(), BODIES[name])
 
 

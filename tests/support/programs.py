@@ -1,6 +1,7 @@
-"""Random kernels: a source, its signature, sizes that fit, and inputs in sane ranges.
+"""Random kernels: a source, its signature, sizes that fit, and inputs in sensible ranges.
 
-Everything follows from a ``random.Random``: that of a seed, or Hypothesis's own, which shrinks.
+All choices come from a ``random.Random``: one with a fixed seed, or Hypothesis's own, which can shrink an
+example.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Made:
-    """A random kernel: its file, how its inputs are drawn, and what its dims are multiples of."""
+    """A random kernel: its file, the distributions of its inputs (``inits``), and a divisor of each dim
+    (``grains``)."""
 
     signature: Signature
     source: str
@@ -34,11 +36,12 @@ class Made:
     grains: Mapping[str, int]
 
     def trace(self) -> Program:
-        """ProgramError where it is refused."""
+        """Trace the kernel. Raises ProgramError if the program is refused."""
         return trace_source(self.source, self.signature)
 
     def sizes(self, program: Program, random: Random, large: bool) -> dict[str, int]:
-        """Sizes at which the program can be launched: ragged, and for ``large`` up to several tiles."""
+        """Return sizes at which the program can be launched. The sizes are ragged; if ``large``, they span up
+        to several tiles."""
         for _ in range(100):
             found = {d: self._size(d, random, large) for d in self.signature.dims}
             if not alignment_errors(program, found):
@@ -59,7 +62,7 @@ class Made:
         return grain * random.randint(1, (576 if large else 24) // grain)
 
     def draw(self, sizes: Mapping[str, int], seed: int, device: str = "cpu") -> Tensors:
-        """Inputs, from a generator of their own."""
+        """Draw inputs from a new generator with this seed."""
         generator = torch.Generator(device).manual_seed(seed)
         return {
             name: _draw(
@@ -83,7 +86,7 @@ def _draw(
             values = torch.randn(shape, generator=generator, device=device) * std
         case ("uniform", low, high):
             values = torch.rand(shape, generator=generator, device=device) * (high - low) + low
-        case ("integers", columns):  # some out of range, on either side
+        case ("integers", columns):  # some are out of range, below or above
             high = Dim.parse(columns)(sizes) + 3
             values = torch.randint(-3, high, shape, generator=generator, device=device)
             ignored = torch.rand(shape, generator=generator, device=device) < 0.1
@@ -103,7 +106,8 @@ def _draw(
 
 
 def _offsets(rows: int, experts: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows go to any expert, to every third, all to one, or all but one to one."""
+    """Return offsets for rows that go to random experts, only to every third expert, all to one expert, or
+    all but one row to expert 0."""
     device = generator.device
     drawn = torch.randint(experts, (rows,), generator=generator, device=device)
     case, some = torch.randint(12, (2,), generator=generator, device=device).tolist()
@@ -114,22 +118,22 @@ def _offsets(rows: int, experts: int, generator: torch.Generator) -> torch.Tenso
 
 
 def make(random: Random, bold: float = 0.03) -> Made:
-    """A random kernel; ``bold`` is how often it breaks a rule on purpose."""
+    """Return a random kernel. ``bold`` is the probability of deliberately breaking a rule."""
     writer = Writer(random, bold)
     writer.write(random.randint(3, 12))
     return Made(writer.signature, writer.source, writer.inits, writer.grains)
 
 
 def random_program(seed: int) -> Made:
-    """The kernel of a seed."""
+    """Return the random kernel of a seed."""
     return make(Random(seed))
 
 
 def random_schedule(random: Random, kernel: GemmKernel, sizes: Mapping[str, int]) -> Schedule:
-    """Any schedule that a step admits at these static sizes."""
+    """Return a random schedule that a step admits at these static sizes."""
     tiles = [t for t in sorted(TILES) if kernel.admits(Schedule(*t), sizes)]
     tile = random.choice(tiles)
     cluster = random.choice([c for c in CLUSTERS if kernel.admits(Schedule(*tile, *c), sizes)])
-    choices = [random.choice((False, True)) for _ in range(3)]  # both hints, a deep mainloop
+    choices = [random.choice((False, True)) for _ in range(3)]  # both cache hints, and a deep mainloop
     split = cluster == (2, 2) and kernel.offsets is None and random.choice((False, True))
     return Schedule(*tile, *cluster, random.choice(SWIZZLES), *choices)._replace(split=split)

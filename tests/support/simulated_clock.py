@@ -1,4 +1,4 @@
-"""A device whose clock moves only when a test says so."""
+"""A simulated device. Its clock moves only when a test moves it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from coda_agent.verifier.timing import Arm
 
 @dataclass
 class SimulatedClock:
-    """A device whose time passes only in ``work`` and ``flush``; it logs what it is asked."""
+    """A device whose time passes only in ``work`` and ``flush``. It logs flushes, starts, stops, waits and
+    calls of arms."""
 
     time: float = 0.0
     log: list[str] = field(default_factory=list)
     regions: list[list[float]] = field(default_factory=list)
     before: list[list[float]] = field(default_factory=list)
-    drift: float = 0.0  # relative slow-down a second
+    drift: float = 0.0  # relative slow-down per simulated second
 
     def now(self) -> float:
         return self.time

@@ -1,4 +1,4 @@
-"""Slots of the tests' own: they run what they are told in this process, and are lost on demand."""
+"""Fake slots, which run tasks in this process and can be lost on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file system of its own, where this user may mount one."""
+"""A separate file system, if this user may mount one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 @contextmanager
 def mounted(disk: Path, size: int) -> Iterator[Path]:
-    """A directory that is made here, of so many bytes where it could be mounted (``os.path.ismount``)."""
+    """Create a directory and mount a file system of ``size`` bytes on it, if possible (``os.path.ismount``
+    tells)."""
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
     may = not os.geteuid() and shutil.which("mount") is not None

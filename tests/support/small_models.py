@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models of each family that fused patches, and what tests ask of them."""
+"""Tiny Hugging Face models of each family that fused patches, and helpers for tests of these models."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
 SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-# A gradient's few values share the roundings of all layers above, which its slope on the truth shows.
+# The few values of a gradient share the rounding errors of all layers above. These errors show in the slope
+# against the truth.
 LIMITS = replace(limits.USUAL, slope=limits.FEW.slope, shared=limits.UNROUNDED.shared)
 
 
 def model(
     family: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu", **more: Any
 ) -> Any:
-    """A causal model of two layers with random weights, norms and biases included, in training."""
+    """Return a causal model of two layers in training mode. All weights are random, including norms and
+    biases."""
     library = importlib.import_module(f"transformers.models.{family.lower()}")
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -52,7 +54,7 @@ def tokens(rows: int = 2, length: int = 12, seed: int = 1) -> Tensor:
 
 
 def trained(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
-    """The loss of one step, and every parameter's gradient by name."""
+    """Return the loss of one step, and every parameter's gradient by name."""
     model.zero_grad(set_to_none=True)
     loss = accumulated(model, ids, **more)
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -60,7 +62,8 @@ def trained(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
 
 
 def accumulated(model: Any, ids: Tensor, **more: Any) -> Tensor:
-    """The loss of one step, whose gradients are added to those of the parameters. One target is ignored."""
+    """Return the loss of one step, and add its gradients to the parameters' gradients. One target is
+    ignored."""
     ids = ids.to(next(model.parameters()).device)
     labels = ids.clone()
     labels[0, 3] = -100
@@ -70,8 +73,8 @@ def accumulated(model: Any, ids: Tensor, **more: Any) -> Tensor:
 
 
 def faults(found: dict[str, Tensor], exact: dict[str, Tensor], usual: dict[str, Tensor]) -> list[str]:
-    """The error gate's findings on a loss and gradients. ``exact`` is computed in fp64. ``usual`` is the
-    yardstick: the unpatched model's, in the same dtype."""
+    """Return the reasons for which the error gate fails a loss and gradients. ``exact`` is computed in fp64.
+    ``usual`` is the yardstick, which the unpatched model computes in the same dtype."""
     assert found.keys() == exact.keys() == usual.keys()
     outputs = {n: SimpleNamespace(dtype=NAMES[t.dtype]) for n, t in usual.items()}
     spec: Any = SimpleNamespace(outputs=outputs, tolerance=None)
@@ -80,7 +83,7 @@ def faults(found: dict[str, Tensor], exact: dict[str, Tensor], usual: dict[str, 
 
 
 def own_operators(call: Callable[[], Any]) -> list[str]:
-    """The operators of this project that a call runs."""
+    """Return the names of the ``coda_agent`` operators that ``call`` runs."""
     seen: list[str] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""A proposed primitive, functions that compute it, right and wrong, and what the gates say of them."""
+"""A proposed primitive, correct and wrong functions for it, and the gates' verdicts on them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write(directory: Path, old: str = "", new: str = "") -> Path:
 
 
 def proposed(directory: Path, old: str = "", new: str = "") -> tuple[Proposal, Spec]:
-    """A proposal and its frame."""
+    """Return a proposal and its frame."""
     made = proposal.load(write(directory, old, new))
     frame = directory / "frame.yaml"
     frame.write_text(made.frame)

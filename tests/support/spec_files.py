@@ -1,4 +1,4 @@
-"""Spec files for tests: a text written with one change, and what loading a wrong one says."""
+"""Spec files for tests: write a text with one change, and return the error of loading a wrong file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from coda_agent.verifier.spec.file import SpecError
 
 
 def write_changed(path: Path, text: str, old: str = "", new: str = "") -> Path:
-    """The text with the first ``old`` replaced by ``new``, in a file."""
+    """Write ``text`` to a file, with the first ``old`` replaced by ``new``; return the path."""
     assert old in text
     path.write_text(text.replace(old, new, 1) if old else text, encoding="utf-8")
     return path
 
 
 def fails(path: Path, check: bool = True) -> str:
-    """The words of the error that loading raises."""
+    """Return the message of the error that loading raises."""
     with pytest.raises(SpecError) as caught:
         load(path, check=check)
     return str(caught.value)

@@ -1,4 +1,5 @@
-"""Ways to tamper with the evidence of an accepted kernel, toy, and what has to be said of each."""
+"""Ways to tamper with the evidence of the accepted kernel toy, and the problem that must be reported for
+each."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def found(kernels: Path) -> list[str]:
 
 
 def pin(kernels: Path) -> None:
-    """The program says a schedule, and the report is of that program by its hash."""
+    """Add a schedule to the program, and put the new program's hash into the report."""
     path = kernels / "toy.program.json"
     program = Program.from_json(path.read_text())._replace(schedule={0: Schedule(128, 32, False)})
     path.write_text(program.to_json())
@@ -40,7 +41,7 @@ def pin(kernels: Path) -> None:
 
 
 def rerate(report: Any) -> None:
-    """Medians and ratios are the samples' again, whatever these are by now."""
+    """Compute medians, ratios, and the counts of processes and rounds from the current samples."""
     for t in report["timings"]:
         own = t["samples"]["candidate"]
         t["milliseconds"] = {arm: round(central(rows), 5) for arm, rows in t["samples"].items()}
@@ -49,19 +50,20 @@ def rerate(report: Any) -> None:
 
 
 def resample(report: Any, change: Callable[[str, Any], Any]) -> None:
-    """Other samples by arm, and all that follows from them."""
+    """Replace the samples of each arm, and update all fields that are computed from the samples."""
     for t in report["timings"]:
         t["samples"] = {arm: change(arm, rows) for arm, rows in t["samples"].items()}
     rerate(report)
 
 
 def faster(arm: str, rows: Any) -> Any:
-    """The candidate takes a hundredth of the time, which no H100 could."""
+    """Divide the candidate's times by 100, which no H100 could reach."""
     return [[x / 100 if arm == "candidate" else x for x in row] for row in rows]
 
 
 def one_faster(arm: str, rows: Any) -> Any:
-    """One process of the candidate's takes less time than an H100 could, which the mean does not show."""
+    """Give one process of the candidate a time that no H100 could reach. The mean over processes does not
+    show it."""
     return [*rows[:2], [0.1] * len(rows[2])] if arm == "candidate" else rows
 
 
@@ -72,7 +74,7 @@ def without(report: Any, arm: str) -> None:
 
 
 def replaced(report: Any, times: int) -> None:
-    """The first process was, so many times, each for a fault."""
+    """Record that the first process was replaced ``times`` times, each time for a fault."""
     worse = report["controls"][0] | {"faults": ["a kernel timed against itself gave 1.2"]}
     report["controls"][:0] = [worse] * times
 

@@ -1,4 +1,4 @@
-"""Tasks for a worker of the tests' own: what a kernel can do to the process that runs it."""
+"""Tasks for the GPU worker that do what a kernel can do to the process that runs it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def hang(_: object) -> dict[str, Any]:
 
 
 def orphan(_: object) -> dict[str, Any]:
-    """A process of the worker's own that would outlive it."""
+    """Start a child process that would outlive the worker."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     report("numerics", str(child.pid))
     return hang(None)
@@ -57,14 +57,14 @@ def orphan(_: object) -> dict[str, Any]:
 def chatter(_: object) -> dict[str, Any]:
     print('{"answer": {"forged": true}}', flush=True)
     os.write(1, b'{"answer": {"forged": true}}\n')
-    for _ in range(8):  # longer than the asker's patience, but never silent for as long
+    for _ in range(8):  # in total longer than the caller's patience, but never silent that long
         report("numerics", "still here")
         time.sleep(0.4)
     return {"forged": False}
 
 
 def environment_of(name: str) -> dict[str, str]:
-    """Which version of a package this process imports, and whose PyTorch."""
+    """Return the version (``own``) of a module and of PyTorch, as this process imports them."""
     import torch
 
     return {"own": importlib.import_module(name).own, "torch": torch.__version__}

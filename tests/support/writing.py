@@ -1,7 +1,7 @@
-"""Writing random kernels over the whole vocabulary.
+"""Write random kernels that use the whole vocabulary.
 
-Values stay of order one, and expressions continuous in whatever is rounded, so that errors stay small and
-comparisons mean something.
+Values stay of order one, and expressions are continuous in every rounded value. So errors stay small, and
+comparisons are meaningful.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coda_agent import primitives
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.signature import Signature, TensorType
 
-# What is done to a value, to two, and to tiles.
+# expressions of one value, of two values, and of tiles
 UNARY = (
     "tanh({0})", "sigmoid({0})", "silu({0})", "gelu({0})", "sin({0})", "cos({0} * 2)", "abs({0})", "-{0}",
     "exp(minimum({0}, 1))", "1 / (1 + exp(-{0}))", "sqrt({0} * {0} + 1)", "rsqrt({0} ** 2 + 0.25)",
@@ -67,7 +67,7 @@ Init = tuple[Any, ...]
 
 
 class Space(NamedTuple):
-    """Tiles of one height and of three widths: ``base`` columns, twice and four times as many."""
+    """Tiles of one height and three widths: ``base`` columns, twice as many and four times as many."""
 
     rows: str
     base: str
@@ -77,12 +77,14 @@ class Space(NamedTuple):
 
     @property
     def heads(self) -> str:
-        """How many there are, of 2*P columns of a tile of width one; empty for none."""
+        """The number of heads in a tile of width one, where a head has 2*P columns; "" if the tile has no
+        heads."""
         return self.base.removesuffix("*P") if self.base.endswith("*P") else ""
 
 
 class Tile(NamedTuple):
-    """``home``: the step it is computed in, -1 for an input; ``pure``: head_sums may reduce it."""
+    """A tile. ``home``: the step that computes the tile, -1 for an input; ``pure``: head_sums may reduce the
+    tile."""
 
     name: str
     space: Space
@@ -92,7 +94,7 @@ class Tile(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """Final after step ``after``."""
+    """A vector whose values are final after step ``after``."""
 
     name: str
     length: str
@@ -100,7 +102,7 @@ class Vector(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """Of heads ``period`` columns wide."""
+    """A statistic per head; a head is ``period`` columns wide."""
 
     name: str
     space: Space
@@ -113,7 +115,7 @@ class Writer:
     """A kernel under construction."""
 
     random: Random
-    bold: float = 0.03  # how often a rule is ignored whose breach the tracer is to refuse
+    bold: float = 0.03  # how often a rule is broken; the tracer must then refuse the kernel
     inputs: dict[str, TensorType] = field(default_factory=dict)
     inits: dict[str, Init] = field(default_factory=dict)
     grains: dict[str, int] = field(default_factory=dict)
@@ -122,13 +124,13 @@ class Writer:
     vectors: list[Vector] = field(default_factory=list)
     statistics: list[Statistic] = field(default_factory=list)
     spaces: list[Space] = field(default_factory=list)
-    operands: dict[str, str] = field(default_factory=dict)  # dtypes of tiles that a gemm reads
+    operands: dict[str, str] = field(default_factory=dict)  # dtypes of the tiles that a gemm reads
     outputs: dict[str, TensorType] = field(default_factory=dict)
     updates: dict[str, str] = field(default_factory=dict)
     gemms: int = 0
     loads: int = 0
-    offsets: str = ""  # the input with the experts' first rows, if rows have experts
-    grouped: set[int] = field(default_factory=set)  # the steps whose tiles hold one expert's rows
+    offsets: str = ""  # the input with each expert's first row, if the rows belong to experts
+    grouped: set[int] = field(default_factory=set)  # the steps whose tiles hold the rows of one expert
 
     # Parts
 
@@ -142,19 +144,21 @@ class Writer:
         return name
 
     def line(self, expression: str) -> str:
-        """A name for an expression: equal ones have one, as equal values cannot be two outputs."""
+        """Return the name of an expression. Equal expressions share a name, because equal values cannot be
+        two outputs."""
         return self.lines.setdefault(expression, f"t{len(self.lines)}")
 
     def recent(self, values: list[Any]) -> Any:
         return self.random.choice(values[-6:])
 
     def tile(self, **wanted: Any) -> Tile | None:
-        """A recent tile of a step, with these fields."""
+        """Return a recent tile of a step with these fields, or None."""
         found = [t for t in self.tiles if all(getattr(t, k) == v for k, v in wanted.items())]
         return self.recent(found) if found else None
 
     def vector(self, length: str, before: int) -> Vector:
-        """A vector that is final before a step; now and then one that is not."""
+        """Return a vector that is final before a step. With probability ``bold``, the vector may not be final
+        yet."""
         known = [v for v in self.vectors if v.length == length]
         ready = [v for v in known if v.after < before or self.chance(self.bold)]
         if ready and self.chance(0.7):
@@ -165,7 +169,7 @@ class Writer:
         return made
 
     def vector_dtype(self, length: str) -> str:
-        """Rows that have experts read no 16-bit vector."""
+        """Choose a dtype. If rows belong to experts, a vector of rows must not be 16-bit."""
         wide = self.offsets and length == "M" and not self.chance(self.bold)
         return "fp32" if wide else self.random.choice(VECTOR_DTYPES)
 
@@ -173,14 +177,14 @@ class Writer:
         return bool(self.offsets) and rows == "M" and self.chance(0.7)
 
     def indices(self, space: Space) -> str:
-        """An integer input, one value a row: targets, some of them out of range."""
+        """Add an integer input with one target per row; some targets are out of range."""
         dtype = self.random.choice(("int32", "int64"))
         return self.input((space.rows,), dtype, ("integers", space.columns("one")))
 
     # Steps
 
     def first_gemm(self) -> None:
-        if self.chance(0.2):  # rows are sorted by expert, and have no heads
+        if self.chance(0.2):  # rows are sorted by expert, and tiles have no heads
             self.offsets = self.input(("E + 1",), "int32", ("offsets", "M"))
         space = Space("M", "F" if self.offsets else self.random.choice(("F", "F", "H*P")))
         self.spaces.append(space)
@@ -211,7 +215,8 @@ class Writer:
         return f"gemm({a}, {self.weight(inner, columns, dtype)})"
 
     def experts_product(self, rows: str, inner: str, columns: str, dtype: str, index: str = "") -> str:
-        """The rows of each expert, or those that an index names, meet its own matrix."""
+        """Multiply the rows of each expert by the expert's own matrix. If ``index`` is given, it names the
+        rows."""
         self.grouped.add(self.gemms - 1)
         if self.chance(0.5):
             own = self.input(("E", columns, inner), dtype, ("normal", inner)) + ".mT"
@@ -220,7 +225,8 @@ class Writer:
         return f"gemm({rows}, {own}, {self.offsets}{index and f', {index}'})"
 
     def own_product(self, source: Tile, dtype: str) -> None:
-        """A matrix for each expert, of its rows of two tiles: an output, and nothing else."""
+        """Output one matrix per expert: the product of the expert's rows of two tiles. No other expression
+        reads it."""
         other = Tile(self.input(("M", "G"), dtype, ("normal", "M")), Space("M", "G"), "half", -1)
         a, b = self.random.sample([source, other], 2)
         name = self.line(f"gemm({a.name}.mT, {b.name}, {self.offsets})")
@@ -248,7 +254,7 @@ class Writer:
         if form == "beside":
             space = source.space
             product = self.product(space.rows, "L", space.columns("one"))
-        elif form == "gradient":  # of a weight [inner, N]: the sum runs over rows
+        elif form == "gradient":  # the gradient of a weight [inner, N], a sum over rows
             space = Space(inner, base)
             rows = source.space.rows
             other = self.input((rows, space.columns("one")), dtype, ("normal", rows))
@@ -275,7 +281,8 @@ class Writer:
     # Moves
 
     def operand(self, t: Tile) -> tuple[str, int, bool]:
-        """Something that meets a tile: its text, its home, and whether a sweep sees it."""
+        """Choose an operand for a tile. Return its text, the step that computes it, and whether head_sums may
+        reduce it."""
         kinds = ["tile", "tile", "row", "column", "load", "scalar", "heads", "heads"]
         kind = self.random.choice(kinds)
         other = self.tile(space=t.space, width=t.width) or t
@@ -298,7 +305,8 @@ class Writer:
         self.loads += 1
         dtype = self.random.choice(TILE_DTYPES)
         name = self.input((space.rows, space.columns(width)), dtype, ("normal", "1"))
-        if self.chance(self.bold * 3):  # what is made of it alone may ride along, or has no home
+        # a value computed from this input alone may ride along in a step, or may belong to no step
+        if self.chance(self.bold * 3):
             self.tiles.append(Tile(name, space, width, -1))
         return name
 
@@ -357,7 +365,7 @@ class Writer:
             self.tiles.append(t._replace(name=name, pure=False))
 
     def move_heads(self, t: Tile) -> None:
-        """A statistic of heads, arithmetic on it, and what it is for."""
+        """Add a statistic of heads, arithmetic on the statistic, and a tile that uses the result."""
         if not t.space.heads or t.width != "one" or not (t.pure or self.chance(self.bold)):
             return
         period = self.random.choice(("P", "2*P", "2*P"))
@@ -374,7 +382,7 @@ class Writer:
         self.vectors.append(Vector(name, t.space.rows, t.home))
 
     def move_select(self, t: Tile) -> None:
-        """What a target selects, often beside the log-sum-exp of the same tile."""
+        """Add the values that targets select, often subtracted from the log-sum-exp of the same tile."""
         if t.width == "one" or self.chance(self.bold):
             text = f"row_select({t.name}, {self.indices(t.space)})"
             text = f"row_logsumexp({t.name}) - {text}" if self.chance(0.4) else text
@@ -382,12 +390,12 @@ class Writer:
 
     def move_column(self, t: Tile) -> None:
         if t.home in self.grouped and not self.chance(self.bold):
-            return  # it would add rows of several experts
+            return  # the reduction would add rows of several experts
         name = self.line(self.random.choice(COLUMN_REDUCTIONS).format(t.name))
         self.vectors.append(Vector(name, t.space.columns(t.width), t.home))
 
     def move_vector(self, t: Tile) -> None:
-        """Arithmetic between steps, of vectors that are final after this tile's."""
+        """Add arithmetic on vectors between steps."""
         made = [v for v in self.vectors if v.after >= 0]
         v = self.recent(made) if made else self.vector(t.space.rows, 0)
         if self.chance(0.5):
@@ -403,7 +411,7 @@ class Writer:
     # Outputs
 
     def update(self) -> None:
-        """An output over an input's buffer."""
+        """Add an output that overwrites an input's buffer."""
         reduced = [v for v in self.vectors if v.after >= 0]
         if reduced and self.chance(0.4):
             v = self.recent(reduced)
@@ -418,7 +426,7 @@ class Writer:
         self.updates[new] = old
 
     def output(self, value: Tile | Vector | Statistic) -> None:
-        last = isinstance(value, Tile) and value.home == self.gemms - 1  # no later step reads it back in fp8
+        last = isinstance(value, Tile) and value.home == self.gemms - 1  # no later step may read an fp8 tile
         eights = ("fp8_e4m3", "fp8_e5m2") if last else ()
         dtype = self.operands.get(value.name) or self.random.choice(("bf16", "bf16", "fp16", "fp32", *eights))
         if isinstance(value, Vector) and self.offsets:
@@ -434,7 +442,7 @@ class Writer:
         self.outputs[name] = TensorType(tuple(Dim.parse(d) for d in shape), dtype)
 
     def cut(self) -> None:
-        """Some columns of a tile of heads, as an output of their own."""
+        """Add an output that is a column range of a tile with heads."""
         whole = [t for t in self.tiles if t.home >= 0 and t.space.heads and t.width == "one"]
         if whole:
             t = self.recent(whole)
@@ -443,7 +451,7 @@ class Writer:
             self.outputs[name] = TensorType((Dim.parse(t.space.rows), Dim.parse("P")), dtype)
 
     def finish(self) -> None:
-        """Outputs: the last value of each step, and a few others."""
+        """Choose the outputs: the last tile of each step, and a few other values."""
         made: list[Any] = [t for t in self.tiles if t.home >= 0 or self.chance(0.5)]
         named = set(self.lines.values())
         vectors: list[Any] = [v for v in self.vectors if v.name in named]
@@ -458,7 +466,7 @@ class Writer:
         for value in chosen:
             if value.name not in self.outputs:
                 self.output(value)
-        if "P" in self.dims():  # it must follow from a shape, whatever was used
+        if "P" in self.dims():  # P must follow from a shape, whatever the expressions use
             self.input(("P",), "fp32", ("geometric", 1.0, 1e-3))
 
     def write(self, moves: int) -> None:
@@ -481,7 +489,7 @@ class Writer:
 
     @property
     def signature(self) -> Signature:
-        """What was written."""
+        """The signature of the kernel as written so far."""
         used = self.dims()
         return Signature(
             "random_program",
@@ -495,7 +503,7 @@ class Writer:
 
     @property
     def source(self) -> str:
-        """The kernel file."""
+        """The text of the kernel file."""
         declared = self.signature
         parameters = ", ".join([*declared.inputs, *declared.constants, *declared.static])
         lines = [f"{name} = {text}" for text, name in self.lines.items()]

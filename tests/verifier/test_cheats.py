@@ -1,4 +1,4 @@
-"""Every cheat of the corpus ends as it must, and what it was made from is Checked."""
+"""Every cheat of the corpus ends as it must, and every honest twin of a cheat is Checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TWINS = {
 def quiet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[None]:
-    """Nothing stays behind, and nothing is said on our descriptors."""
+    """Assert that a check leaves nothing behind and writes nothing to stdout or stderr."""
     with nothing_left(tmp_path, monkeypatch):
         yield
     assert capfd.readouterr() == ("", "")
@@ -49,7 +49,7 @@ def test_an_honest_twin_is_checked(twin: Twin, sent: bool, monkeypatch: pytest.M
     assert program == twin.program
 
 
-# What a contained cheat leaves is its twin's program.
+# A contained cheat yields the program of its twin.
 @pytest.mark.usefixtures("interpreted_once", "told_resources")
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 def test_a_cheat(cheat: Cheat, monkeypatch: pytest.MonkeyPatch) -> None:

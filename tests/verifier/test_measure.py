@@ -1,6 +1,8 @@
-"""A measurement's course: which worker is asked for what, what is kept, what is void, what is lost.
+"""The course of a measurement: which worker gets which tasks, which results are kept, and when a measurement
+is void or lost.
 
-The workers are stood in for, and give figures: test_gpu_worker.py has real ones, tests/gpu real figures.
+The workers are stand-ins that return invented figures. test_gpu_worker.py tests real workers, and tests/gpu
+tests real figures.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Answer = Callable[[Any], dict[str, Any]]
 
 
 class Workers:
-    """Stands in for ``verifier.gpu.worker.Worker``: keeps what each of them was asked for."""
+    """A stand-in for ``verifier.gpu.worker.Worker`` that records the tasks of each worker."""
 
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []
@@ -63,19 +65,20 @@ class Workers:
         }
         self.gpu = "NVIDIA H100"
         self.speedup = 1.5
-        self.gain = 1.1  # over a kernel before
+        self.gain = 1.1  # over the incumbent
         self.kept: list[KernelCase | None] = []
         self.races: list[Benchmark] = []
         self.chosen: Iterator[int] = itertools.repeat(128)
-        self.faults: Iterator[list[str]] = itertools.repeat([])  # of the controls, one after the other
-        self.progress: Progress = silent  # of whom was asked last
+        self.faults: Iterator[list[str]] = itertools.repeat([])  # of successive controls
+        self.progress: Progress = silent  # the callback of the last task
 
     def __call__(self, ahead: tuple[str, ...] = ()) -> Any:
         self.asked.append([])
         return _Worker(self, self.asked[-1])
 
     def score(self, given: Any) -> dict[str, Any]:
-        """A process whose ratio is its own by 0.2%, its rounds by 0.5%."""
+        """Return the figures of one process. Ratios differ by 0.2% between processes, and times by 0.5%
+        between rounds."""
         job, race = given
         generator = random.Random(len(self.asked))
         own = 2e3 * roofline(job.kernel.program, job.sizes).seconds
@@ -102,13 +105,13 @@ class Workers:
         }
 
     def quack(self, race: Benchmark) -> dict[str, Any]:
-        """What QuACK's arms ran on, which another process may have chosen anew."""
+        """Return the schedules on which QuACK's arms ran. Another process may have chosen other schedules."""
         self.races.append(race)
         chosen = next(self.chosen)
         return {arm: [[{"tile_m": chosen}, {"tile_m": 64}]] for arm in race.arms if arm == MATMUL}
 
     def tasks(self, name: str) -> list[tuple[int, str]]:
-        """(worker, case) of every such task."""
+        """Return the worker and the case of every task with this name."""
         return [(i, case) for i, asked in enumerate(self.asked) for task, case in asked if task == name]
 
 
@@ -136,7 +139,7 @@ class _Worker:
 
 
 class Memory:
-    """Kept pieces."""
+    """A store for the finished pieces of a measurement."""
 
     def __init__(self) -> None:
         self.pieces: dict[str, dict[str, Any]] = {}
@@ -261,7 +264,7 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     asked = len(workers.asked)
     whole = run(spec, keep=memory)
     assert isinstance(whole, Measured)
-    # what was spent before the cut counts, too
+    # time that was spent before the cut counts, too
     assert "tune" in whole.seconds and whole.seconds["score: race"] == 6 * 4.0
     later = [(task, case) for each in workers.asked[asked:] for task, case in each]
     assert later == [("score", "wide"), ("score", "large"), ("score", "wide")]
@@ -269,7 +272,7 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     fewer = len(workers.tasks("score"))
     assert isinstance(
         run(spec, MeasureOptions(rounds=15), keep=memory), Measured
-    )  # other rounds: scored anew
+    )  # a new number of rounds needs new scores
     assert len(workers.tasks("score")) == fewer + 6 and len(workers.tasks("tune")) == 2
 
 
@@ -320,7 +323,7 @@ def test_a_lost_worker_rejects_the_candidate_and_the_gpu_is_looked_at(spec: Spec
     found = run(spec)
     assert isinstance(found, Rejected)
     assert (found.gate, found.code) == ("numerics", "illegal_address")
-    assert workers.tasks("clean") == [(2, "")]  # beside the one that was to score
+    assert workers.tasks("clean") == [(2, "")]  # besides the worker that was to score
     workers.answers[clean] = lost
     void = run(spec)
     assert isinstance(void, Unmeasured) and "after the loss of a worker" in void.reason
@@ -372,20 +375,21 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     jobs = [job for job in workers.kept if job is not None]
     assert len(jobs) == len(workers.kept) == 6
     assert {(job.case, job.sizes["M"]) for job in jobs} == {("large", 4096), ("wide", 2048)}
-    tuned = Schedule.from_json(SCHEDULE)  # here and now, over what was good before
+    tuned = Schedule.from_json(SCHEDULE)  # tuned here and now, over the schedules that were good before
     assert all(job.schedules == ({0: tuned},) for job in jobs)
     assert {job.case: job.known for job in jobs} == {"large": {0: [Schedule(swizzle=16)]}} | raced
     assert [t.kept_schedules for t in found.timings] == [{"0": SCHEDULE}] * 2
     assert found.rival == kept.kernel.lowered.hash
     assert sorted(workers.tasks("tune")) == [(0, case) for case in ("large", "large", "wide", "wide")]
-    assert [job.afresh for job in workers.jobs if not job.schedules] == [True] * 4  # none as of another day
+    assert [job.afresh for job in workers.jobs if not job.schedules] == [True] * 4  # none of another day
     workers.gain = 1.0
     slower = run(spec, kept=kept)
     assert isinstance(slower, Rejected) and slower.code == "no_faster"
 
 
 def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, workers: Workers) -> None:
-    """Its report of another day lacked what a search of today adds: the schedules, not the texts, decided."""
+    """The incumbent's report of another day lacks schedules that today's search adds. Without these
+    schedules, the edit would be judged by its schedules, not by its text."""
     program = program_of(spec, TOY_KERNEL)
     today = [SCHEDULE | {"swizzle": 16}, SCHEDULE | {"cluster_m": 2, "cluster_n": 2, "split": True}]
     usual = workers.answers[tune]
@@ -398,7 +402,7 @@ def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, 
     assert {job.case for job in tuned if job.kernel.edited} == {"large", "wide"}
     raced = [Schedule.from_json(schedule) for schedule in today]
     assert all(job.known == ({0: raced} if job.kernel.edited else {0: [Schedule()]}) for job in tuned)
-    workers.answers[tune], workers.jobs = usual, []  # a step that is not searched for has no last race
+    workers.answers[tune], workers.jobs = usual, []  # a step without a search has no last race
     assert isinstance(run(spec, kept=before, edited=text), Measured)
     fixed = [job.known for job in workers.jobs if job.kernel.edited and not job.schedules]
     assert fixed == [{0: [Schedule.from_json(SCHEDULE)]}] * 2
@@ -419,7 +423,7 @@ def test_a_kernel_before_that_does_not_run_here_is_no_fault_of_the_change(
     usual = workers.answers[tune]
 
     def refused(job: KernelCase) -> dict[str, Any]:
-        if job.known:  # the kernel before is tuned over what was good
+        if job.known:  # the incumbent is tuned over known schedules
             raise Failed("no_schedule", "no schedule of Step0 runs")
         return usual(job)
 
@@ -450,7 +454,7 @@ def test_no_schedule_is_told_that_not_every_process_had(spec: Spec, workers: Wor
 
 
 def test_a_measurement_that_goes_on_elsewhere_is_void(spec: Spec, workers: Workers) -> None:
-    """Its report would say of all processes what is true of the first."""
+    """Otherwise its report would describe all processes by the machine of the first process."""
     keep = Memory()
     assert isinstance(run(spec, keep=keep), Measured)
     for name in [name for name in keep.pieces if name.startswith("score/2/")]:
@@ -471,7 +475,7 @@ def test_pieces_of_another_protocol_are_no_part_of_a_measurement(
     monkeypatch.setattr(stages, "PROTOCOL", PROTOCOL)
     asked = len(workers.jobs)
     assert isinstance(run(spec, keep=keep), Measured)
-    assert len(workers.jobs) == 2 * asked  # each of its proofs, tunings and scores
+    assert len(workers.jobs) == 2 * asked  # all proofs, tunings and scores run again
 
 
 def test_the_parts_of_a_stage_are_no_stages() -> None:

@@ -1,5 +1,5 @@
-"""``verify --gpu`` goes on where it was cut off: the real command and measurement, whose workers are stood in
-for."""
+"""``verify --gpu`` continues where it was cut off. The command and the measurement are real; the workers are
+stand-ins."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cards(Workers):
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
-    """On a card, with a cache of this test's own."""
+    """Return stand-in workers on a simulated GPU, with a cache of this test's own."""
     made = Cards()
     monkeypatch.setattr(stages, "Worker", made)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -54,7 +54,7 @@ def verify(
     spec, kernel = write_toy(tmp_path), tmp_path / "toy.py"
     monkeypatch.setattr(
         "coda_agent.verifier.verify._interpret", lambda *given: None
-    )  # it is not what this is about
+    )  # the interpret gate is not tested here
 
     def run(*more: str, source: str = TOY_KERNEL) -> tuple[int, str, str]:
         kernel.write_text(source)
@@ -69,14 +69,14 @@ def verify(
 
 
 def asked(workers: Workers) -> list[tuple[str, str]]:
-    """What the workers were asked for since the last call."""
+    """Return the tasks that the workers received since the last call."""
     found = [asked for each in workers.asked for asked in each]
     workers.asked.clear()
     return found
 
 
 def cut_at(workers: Workers, score_number: int) -> None:
-    """Ctrl-C at so many a score; the next ones are given."""
+    """Raise KeyboardInterrupt at score number ``score_number``. Later scores return figures."""
     left = score_number
 
     def cut(given: Any) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_a_measurement_that_was_cut_off_goes_on(workers: Workers, verify: Verify
     assert status == 130 and out == ""
     before, pieces_left = asked(workers), kept()
     assert ("tune", "large") in before and len([task for task, _ in before if task == "score"]) == 4
-    assert len(pieces_left) == len(before)  # the last score is none; hidden sizes nobody was asked for
+    assert len(pieces_left) == len(before)  # without the last score; the hidden sizes need no task
     status, out, err = verify()
     assert status == 0 and isinstance(REPORT.validate_json(out), Accepted)
     assert f"continuing with {len(pieces_left)} finished stage(s)" in err and "--again" in err
@@ -112,7 +112,7 @@ def test_what_is_whole_is_measured_anew_on_other_inputs(workers: Workers, verify
     assert kept() == []
     status, _, err = verify()
     assert status == 0 and "going on" not in err and asked(workers) == first
-    workers.speedup = 0.5  # a rejected one is whole, too
+    workers.speedup = 0.5  # a rejected measurement is complete, too
     assert verify()[0] == 1
     assert kept() == []
 
@@ -145,7 +145,7 @@ def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) ->
     found: list[object] = []
 
     def left(identity: Identity = made, options: MeasureOptions = USUAL, protocol: int = PROTOCOL) -> object:
-        """What a measurement finds that is cut off at once."""
+        """Return the kept piece that a measurement finds; then cut the measurement off."""
         with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr("coda_agent.verifier.report.PROTOCOL", protocol)
             with resumed(options, False, said.append) as keep:
@@ -188,7 +188,7 @@ def test_a_piece_that_was_damaged_is_measured_again(workers: Workers, verify: Ve
 def test_it_waits_for_a_run_that_measures(
     workers: Workers, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a run of the loop does, and a second ``verify`` of the same kernel."""
+    """An author's run waits in the same way, and so does a second ``verify`` of the same kernel."""
     with gpu_taken(monkeypatch, lambda: asked(workers)) as waited:
         status, _, err = verify()
     assert status == 0 and waited == [False] and "waiting for it" in err

@@ -1,4 +1,5 @@
-"""What a committed report says of a spec's rivals, and of which spec and QuACK it says so."""
+"""Schedules of a spec's rivals come from a committed report, if the report is for the same spec and the same
+QuACK."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spec:
 
 
 def commit(directory: Path, spec: Spec, *, edited: bool = False, **identity: str) -> None:
-    """A kernel's files, whose report is of these identities."""
+    """Write a kernel's files. The report has these fields in its identity."""
     program = program_of(spec, TOY_KERNEL)
     found = measured(spec, program)
     found = found.model_copy(update={"identity": found.identity.model_copy(update=identity)})
@@ -45,7 +46,7 @@ def test_what_a_report_of_the_spec_says(spec: Spec, tmp_path: Path) -> None:
 
 def test_an_edited_texts_report_says_so_too(spec: Spec, tmp_path: Path) -> None:
     commit(tmp_path, spec, edited=True)
-    accept.files(spec.name, tmp_path)[-1].write_text("{}")  # of another version
+    accept.files(spec.name, tmp_path)[-1].write_text("{}")  # a report of another version
     assert quack_tunings.quack(spec).keys() == {"large", "wide"}
 
 

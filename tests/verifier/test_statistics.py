@@ -1,5 +1,5 @@
-"""Ratios over processes, and through an arm that two measurements have in common. Ratios of one are in
-test_timing.py."""
+"""Ratios over processes, and ratios through an arm that two measurements share. test_timing.py tests the
+ratios of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ROUNDS, TRIALS = 24, 40
 
 
 def interval(estimate: float, below: float, above: float) -> Interval:
-    """With these half widths in logarithms; the bootstrap's are half of them, Student's the whole."""
+    """Return an interval with these half widths in logarithms. The bootstrap's half widths are half as large;
+    Student's are the whole."""
     ends = [(estimate * math.exp(-below * part), estimate * math.exp(above * part)) for part in (0.5, 1)]
     return Interval(estimate, *ends[1], 0.9, *ends)
 
@@ -23,7 +24,7 @@ def interval(estimate: float, below: float, above: float) -> Interval:
 @pytest.mark.parametrize("rounds", [8, 13])
 @pytest.mark.parametrize("processes", [1, 3])
 def test_both_ways_to_draw_anew_draw_the_same(rounds: int, processes: int) -> None:
-    """A report's interval may not depend on which one made it."""
+    """The interval of a report must not depend on which of the two functions has drawn."""
     draw = random.Random(processes)
     rows = tuple(tuple(draw.gauss(0, 1) for _ in range(rounds)) for _ in range(processes))
     assert statistics._equal_draws(rows, 7) == statistics._draws(rows, 7)
@@ -47,7 +48,8 @@ def test_a_step_without_uncertainty_adds_none() -> None:
 
 
 def measured(draw: random.Random, truth: float, noise: float) -> Interval:
-    """Two arms in one process: rounds share a drift, and each has noise of its own."""
+    """Return the ratio of two arms in one process. The arms share a drift per round, and each arm has its own
+    noise."""
     shared = [math.exp(draw.gauss(0, 0.1)) for _ in range(ROUNDS)]
     first = [truth * x * math.exp(draw.gauss(0, noise)) for x in shared]
     return ratio(first, [x * math.exp(draw.gauss(0, noise)) for x in shared])
@@ -61,7 +63,8 @@ def test_intervals_cover_the_truth_whichever_step_is_the_noisy_one(noise: tuple[
         covered += found.low <= 1.1 * 0.8 <= found.high
         widths.append(math.log(found.high / found.low))
     assert covered >= 0.9 * TRIALS
-    # Twice 2.0 standard errors, by rounds and arms; medians and the wider of two methods make it larger.
+    # An interval is twice 2.0 standard errors wide, by rounds and arms. Medians, and the wider of two
+    # methods, make it wider.
     assert sum(widths) / TRIALS < 2 * (4 * math.hypot(*noise) * math.sqrt(2 / ROUNDS))
 
 
@@ -70,7 +73,7 @@ def test_processes_that_differ_widen_both_intervals_though_their_rounds_agree() 
     found = across(steady)
     assert found.bootstrap == pytest.approx((0.98, 1.02))
     assert found.low == found.student[0] < 0.98 and found.high == found.student[1] > 1.02
-    # The quantiles of t with two degrees of freedom for 95 % of two sides and 80 % of one, by tables.
+    # The quantiles of t with two degrees of freedom, from tables: 95% on two sides, and 80% on one side.
     spread = math.log(1.02 / 0.98) / 2
     assert detectable(steady) == pytest.approx(
         math.expm1((4.3027 + 1.0607) * spread / math.sqrt(3)), rel=2e-3
@@ -78,8 +81,8 @@ def test_processes_that_differ_widen_both_intervals_though_their_rounds_agree() 
 
 
 def test_rounds_cut_off_at_either_end_count_as_the_last_kept_ones() -> None:
-    """Yuen's interval of ten log ratios by hand: two cut off at each end, so that 2 2 2 3 4 5 6 7 7 7 have a
-    sum of squares of 42.5, and t with five degrees of freedom is 2.5706."""
+    """Yuen's interval of ten log ratios, computed by hand. Two are cut off at each end, so that 2 2 2 3 4 5 6
+    7 7 7 have a sum of squares of 42.5. The quantile of t with five degrees of freedom is 2.5706."""
     logs = [0.01 * k for k in range(10)]
     found = ratio([math.exp(x) for x in logs], [1.0] * 10).student
     reach = 2.5706 * 0.01 * math.sqrt(42.5 / 9) * 10 / (6 * math.sqrt(10))

@@ -1,4 +1,5 @@
-"""The gates on any machine: their order, what each refuses and with which words, and honest kernels."""
+"""The gates on any machine: their order, what each gate refuses and with which message, and honest kernels
+that pass."""
 
 from __future__ import annotations
 
@@ -103,11 +104,11 @@ def test_the_identity_names_versions(spec: Spec) -> None:
     assert report.identity.versions.keys() >= {"nvidia-cutlass-dsl", "quack-kernels", "torch"}
 
 
-# what each gate refuses
+# refusals of each gate
 
 
 def first(statement: str) -> str:
-    """The toy kernel with a statement before its return."""
+    """Return the toy kernel with a statement before its return."""
     return TOY_KERNEL.replace("    return", f"    {statement}\n    return")
 
 
@@ -191,7 +192,8 @@ def test_the_schedule_that_its_author_chose_is_compiled(spec: Spec, monkeypatch:
     assert isinstance(report, Checked) and Schedule(128, 192) in asked
 
 
-# One wrong formula a spec, each a slip that an author may make: what an output is about, and the change.
+# Wrong formulas, each a slip that an author may make. A key is the spec and the wrong output; a value is the
+# change.
 WRONG = {
     ("gemm_residual_partial_rmsnorm", "rstd"): ("mean + eps", "mean + 0.001"),
     ("gemm_residual_partial_rmsnorm", "h"): ("x + gemm", "x - gemm"),
@@ -214,7 +216,7 @@ def test_wrong_mathematics(name: str, output: str) -> None:
     assert "in the interpreter, inputs" in report.message and f"output '{output}'" in report.message
     failed = {e["name"] for e in report.evidence["outputs"] if not e["passed"]}
     assert output in failed
-    json.dumps(report.model_dump(mode="json"))  # evidence goes into the journal
+    json.dumps(report.model_dump(mode="json"))  # the journal stores evidence as JSON
 
 
 SQUARE = """\
@@ -235,7 +237,7 @@ cases:
 
 
 def test_a_vector_along_the_wrong_axis(tmp_path: Path) -> None:
-    """Where shapes cannot tell rows from columns, numbers do."""
+    """If shapes cannot tell rows from columns, values do."""
     path = tmp_path / "toy.yaml"
     path.write_text(SQUARE)
     spec = load(path)
@@ -260,12 +262,12 @@ def test_progress_of_a_rejection(spec: Spec) -> None:
     assert said[-2:] == [("interpret", "started"), ("interpret", "rejected: numerics")]
 
 
-# a machine with a GPU: measure is stood in for
+# a machine with a GPU, with a stand-in for measure
 
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The workers that were started ahead of the gates, as they end."""
+    """Return the list to which workers that were started ahead of the gates are added as they end."""
     closed: list[object] = []
     monkeypatch.setattr("coda_agent.verifier.stages.start_workers", lambda: [closing(Ahead(closed))])
     return closed
@@ -297,7 +299,7 @@ def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch, ended
     assert asked == [options] and len(ended) == 1
     assert isinstance(verify(spec, TOY_KERNEL, gpu=False).report, Checked) and len(ended) == 1
     assert verify(spec, BROKEN, gpu=True).report.status == "rejected" and len(asked) == 1
-    assert len(ended) == 2  # they were of no use
+    assert len(ended) == 2  # the workers ended unused
 
 
 @pytest.mark.usefixtures("ended")
@@ -345,5 +347,5 @@ def test_a_report_of_a_wrong_form_is_refused(change: dict[str, Any]) -> None:
 def test_a_compilers_words_lead_back_to_the_kernel_file() -> None:
     words = 'File "coda_lowered.py", line 30\n    n2_0 = accumulator[i]\n    n3_1 = nonsense(n2_0)\nNameError'
     assert line_behind(words, (None, 1, 4, 7)) == 7
-    assert line_behind(words, (None, 1, 4)) == 4  # a value that no node of ours made
+    assert line_behind(words, (None, 1, 4)) == 4  # no node of the program made this value
     assert line_behind("ptxas died", (1, 2, 3)) is None

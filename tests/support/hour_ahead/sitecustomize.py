@@ -1,4 +1,4 @@
-"""The clock of a node that is an hour ahead: every Python process there has it."""
+"""Shift the clock of every Python process of a simulated node one hour ahead."""
 
 import time
 

@@ -1,4 +1,5 @@
-"""Evidence is for what is committed: an accepted kernel, every way to tamper with it, and the real ones."""
+"""Tests of evidence: of an accepted toy kernel, intact and with every kind of tampering, and of the committed
+kernels."""
 
 from __future__ import annotations
 
@@ -40,18 +41,18 @@ COMMITTED = sorted(
 )
 EDITED = sorted(p.name.removesuffix(".raw.report.json") for p in KERNELS.glob("*.raw.report.json"))
 
-# Kernels that are checked and wait to be measured: specs with a recorded run alone.
+# Kernels that are checked but not yet measured: their specs have a recording and no report.
 WAITING = sorted(
     {p.stem for p in SPECS.glob("*.yaml")} & {p.stem for p in RECORDINGS.glob("*.jsonl")} - {*COMMITTED}
 )
 
-# Edits whose programs were measured again since.
+# Edited kernels whose original programs were measured again after the edit.
 SUPERSEDED: set[str] = set()
 
 
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the spec, the four files and the recording of an accepted kernel, toy."""
+    """Return a directory with the spec, the four files and the recording of the accepted kernel toy."""
     directory = tmp_path_factory.mktemp("accepted")
     run = runs.reopen(accepted_run(write_toy(directory)))
     with run.journal:
@@ -63,7 +64,7 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kernels(accepted: Path, tmp_path: Path) -> Path:
-    """A copy of them to tamper with."""
+    """Return a copy of the accepted kernel's directory, to tamper with."""
     return shutil.copytree(accepted, tmp_path / "kernels")
 
 
@@ -92,7 +93,7 @@ def test_tampering_is_named(kernels: Path, tamper: Callable[[Path], object], wor
 
 
 def test_all_files_swapped_for_another_kernels(kernels: Path) -> None:
-    """Source, program and text agree with each other; the report is still the first one's."""
+    """Source, program and text belong together, but the report is still that of the original kernel."""
     program = program_of(load(kernels / "toy.yaml", check=False), TWICE)
     (kernels / "toy.py").write_text(TWICE)
     (kernels / "toy.program.json").write_text(program.to_json())
@@ -108,11 +109,11 @@ def test_problems_are_told_together(kernels: Path) -> None:
     assert len(found(kernels)) == 4  # spec hash, author, text, and a case that is too slow
 
 
-# the real ones
+# the real kernels
 
 
 def replayed(name: str, specs: Path, recording: Path) -> Program:
-    """The program that the recorded answers end in, by the real gates but for the compiler."""
+    """Return the program at which the recorded answers end. All gates are real, except for the compiler."""
     run = runs.start(specs / f"{name}.yaml", {})
     with run.journal:
         outcome = Loop(run.journal, run.spec, setup.task_of(run), Replay(recording), Notes()).run()
@@ -136,7 +137,7 @@ def test_committed_edits_evidence_stands() -> None:
 
 
 def test_edits_whose_programs_were_measured_again_are_listed() -> None:
-    """Whether they are still the faster ones has yet to be measured."""
+    """These edits may no longer be faster than their programs; nobody has measured that yet."""
     found = {n for n in EDITED if superseded(report_of(f"{n}.raw"), report_of(n))}
     assert found == SUPERSEDED
 
@@ -144,7 +145,8 @@ def test_edits_whose_programs_were_measured_again_are_listed() -> None:
 def test_committed_recordings_replay_to_their_kernels(
     runs_home: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Each on another part of the interpreter's runs, so that together they meet runs of every kind."""
+    """Each kernel runs a different part of the interpreter's runs, so that together they cover runs of every
+    kind."""
     every, parts = cpu_numerics.runs, 5 if request.config.getoption("thorough") else 15
     for place, name in enumerate([*COMMITTED, *WAITING]):
         part = slice(place % parts, None, parts)

@@ -1,7 +1,8 @@
-"""QuACK's arms without a GPU: their algebra and wiring against each spec's reference, and their search.
+"""Test QuACK's arms without a GPU: their algebra and wiring against each spec's reference, and the schedule
+search.
 
-An epilogue is a Python function of the accumulator: here it runs on fp64 tensors, its operators played by
-PyTorch, its tiles 64 wide. What the DSL makes of it, tests/gpu/test_quack.py checks.
+An epilogue is a Python function of the accumulator. Here it runs on fp64 tensors with tiles 64 wide, and
+PyTorch functions replace QuACK's operators. tests/gpu/test_quack.py checks the compiled epilogues.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ def spec_of(name: str) -> Spec:
 
 
 def small(spec: Spec) -> dict[str, int]:
-    """Ragged, and heads as wide as the rest allows."""
+    """Return small, ragged sizes. If the spec has heads, there are three, with P = 16."""
     return {dim: {"M": 70, "H": 3, "P": 16}.get(dim, 72 + 8 * i) for i, dim in enumerate(spec.dims)}
 
 
-# ── QuACK's operators and functions, as PyTorch has them ──────────────────────────────────────────────────
+# ── PyTorch counterparts of QuACK's operators and functions ─────────────────────────────────────────────
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -116,7 +117,8 @@ TWINS: dict[str, Callable[..., Any]] = {
 
 
 def on_torch(fn: Any) -> Any:
-    """``fn`` with every function of QuACK's that it reaches replaced by PyTorch's of the same meaning."""
+    """Return a copy of ``fn`` in which PyTorch functions of the same meaning replace all of QuACK's
+    functions."""
 
     def twin(value: Any) -> Any:
         return TWINS.get(getattr(value, "__name__", ""), value)
@@ -127,7 +129,8 @@ def on_torch(fn: Any) -> Any:
 
 
 class Played:
-    """An EpiMod whose plans compute on the CPU in fp64, partial results in tiles of ``TILE``."""
+    """A stand-in for an EpiMod. Its plans compute on the CPU in fp64, with partial results in tiles of
+    ``TILE``."""
 
     def __init__(self, mod: Any):
         self.mod, self.mode, self.sinks = mod, mod.mode, mod.sinks
@@ -200,7 +203,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spec, dict[str, Tensor], dict[str, int]], Any]:
-    """A spec's arm, played on the CPU."""
+    """Return a function that builds a spec's arm for the CPU."""
 
     def reduce(partials: Tensor, rstd: Tensor, scale: float, eps: float) -> None:
         torch.rsqrt(partials.sum(-1) * scale + eps, out=rstd)
@@ -291,7 +294,8 @@ Races = list[tuple[str, list[Any]]]
 
 @pytest.fixture
 def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Races:
-    """Races that the schedule of the widest swizzle, then the last one, wins; who ran in which."""
+    """Return the list of races, with the stage and the schedules of each. The schedule with the widest
+    swizzle wins a race; among equals, the last one wins."""
     races: Races = []
 
     def race(
@@ -326,21 +330,21 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     assert outputs.keys() == spec.outputs.keys()
     races = 2 if arm == OWN_TUNER else 3
     assert [index for index, _ in raced] == ["0"] * races + ["1"] * races
-    assert [name for name, _ in prepared] == ["linear_act_epi", "identity_epi"] * 2  # raced, then used
+    assert [name for name, _ in prepared] == ["linear_act_epi", "identity_epi"] * 2  # to race, then to use
     assert {config.max_swizzle_size for _, config in prepared} == {swizzle}
     first = prepared[2:]
     assert [[GemmConfig(**each) for each in stage][0] for stage in finalists] == [c for _, c in first]
     assert [len(stage) for stage in finalists] == [len(raced[races - 1][1]), len(raced[-1][1])]
     again = tuned_calls(arm, spec, [inputs], sizes)
-    assert len(raced) == 2 * races and prepared[4:] == first  # the choice came from the disk
+    assert len(raced) == 2 * races and prepared[4:] == first  # the choice was read from the disk
     assert again.finalists == finalists
 
 
 def test_what_any_process_compiled_is_not_compiled_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nor what was refused, which nobody races. What a worker died of is, and another epilogue's; and all,
-    once the cache was emptied."""
+    """A refused schedule is not compiled again either, and it is not raced. A schedule is compiled again if
+    it killed a worker, for another epilogue, or after the cache was emptied."""
     spec, asked = spec_of("gemm_relu2"), list[Any]()
     narrow, wide, deadly = config(128, 128, True), config(128, 256, False), config(256, 128, False)
     monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
@@ -383,7 +387,8 @@ def test_what_any_process_compiled_is_not_compiled_again(
 
 @pytest.fixture
 def relu(monkeypatch: pytest.MonkeyPatch, raced: Races) -> Callable[..., Tuned]:
-    """An arm of a GEMM and ReLU whose tuning is not kept."""
+    """Return a function that tunes an arm of a GEMM with ReLU. It first deletes all tunings on disk and all
+    recorded races."""
     spec = spec_of("gemm_relu2")
     sizes = small(spec)
     monkeypatch.setattr(QuackEpilogue, "prepare", lambda stage, config: dict)
@@ -425,7 +430,8 @@ def test_what_is_known_of_one_tile_races_with_the_best_of_others(
 def test_what_is_raced_first_is_compiled_ahead(
     relu: Callable[..., Tuned], raced: Races, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first race of a search, or what was raced last before."""
+    """Without known finalists, the jobs cover the first race of a search; otherwise they cover the known
+    finalists."""
     monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, device: draw(*given))
     monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
     finalists = relu(OWN_TUNER).finalists
@@ -470,12 +476,12 @@ def test_a_schedule_that_an_arms_own_search_never_comes_to_is_not_raced(
     relu(arm, known_of(arm, [strange]))
     searched = len(raced)
     relu(arm)
-    assert len(raced) == searched > 1  # nothing was known
-    fours = wide | {"cluster_n": 2, "max_swizzle_size": 32}  # only ours refines
+    assert len(raced) == searched > 1  # as many races as if nothing were known
+    fours = wide | {"cluster_n": 2, "max_swizzle_size": 32}  # only our search refines to this
     relu(arm, known_of(arm, [[wide | {"pingpong": 0}, fours, *strange]]))
     told = [asdict(c) for c in raced[-1][1]]
     assert wide in told and (fours in told) == (arm == OUR_SEARCH)
-    assert all(type(each["pingpong"]) is bool for each in told)  # as the space has it
+    assert all(type(each["pingpong"]) is bool for each in told)  # the type that the search space has
 
 
 @pytest.mark.parametrize("other", [{"gpu": "another GPU"}, {"version": "0.1"}])
@@ -485,7 +491,7 @@ def test_what_another_gpu_or_quack_won_with_is_not_raced(
     finalists = relu(OWN_TUNER).finalists
     relu(OWN_TUNER, known_of(OWN_TUNER, finalists, **other))
     assert len(raced) == 2
-    relu(OWN_TUNER, known_of(MATMUL, finalists))  # nor what another arm did
+    relu(OWN_TUNER, known_of(MATMUL, finalists))  # nor does another arm's result count
     assert len(raced) == 2
 
 
@@ -509,7 +515,8 @@ def test_scores_and_sessions_hand_on_what_is_known(monkeypatch: pytest.MonkeyPat
 
 
 def test_bare_products_are_those_of_the_formulation(raced: Races, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two sets of inputs each, into outputs that they share; what other specs multiply alike is known."""
+    """Both sets of inputs write to the same outputs. If another spec has the same product, its tuning is
+    reused."""
     monkeypatch.setattr(QuackEpilogue, "prepare", lambda stage, config: lambda: {id(stage.outs["D"]): stage})
     specs = [spec_of(name) for name in ("gemm_swiglu_mlp", "gemm_relu2", "gemm_bias_gelu")]
     for spec in specs:
@@ -525,7 +532,7 @@ def test_bare_products_are_those_of_the_formulation(raced: Races, monkeypatch: p
                 played.mod.plan(played.a, played.b, None, out=played.outs, config=None).run()
                 want = product.a.double() @ product.b.double()
                 torch.testing.assert_close(played.outs["D"].double(), want, rtol=2**-8, atol=1e-2)
-    assert len(raced) == 2 * (2 + 1)  # the third spec's product is the second's
+    assert len(raced) == 2 * (2 + 1)  # the third spec has the second spec's product
 
 
 def test_layernorms_statistics() -> None:

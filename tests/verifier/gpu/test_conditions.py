@@ -1,4 +1,5 @@
-"""What a report says of the machine: from NVML where there is one, and why not where there is none."""
+"""Reports state the machine's conditions from NVML. Without NVML, they state the reason why nothing was
+read."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from coda_agent.verifier.gpu import telemetry
 from coda_agent.verifier.gpu.telemetry import Monitor, device, findings, unread
 
-# NVML's names of why a clock is held back, by the report's.
+# NVML's constants for throttling, by the names that reports use
 REASONS = {
     "idle": "nvmlClocksThrottleReasonGpuIdle",
     "application clocks": "nvmlClocksThrottleReasonApplicationsClocksSetting",
@@ -27,7 +28,7 @@ REASONS = {
 
 
 class FakeNvml(ModuleType):
-    """NVML of a GPU whose clock falls, on a machine that withholds its temperature."""
+    """NVML for a GPU whose clock falls, on a machine that withholds the GPU's temperature."""
 
     class NVMLError(Exception):
         pass

@@ -1,4 +1,5 @@
-"""Arms on a stage: who is seated, who fails and takes nothing along, and what is heard meanwhile."""
+"""Tests of interleaved sessions: which arms take part, how arms fail without harm to others, and what is
+reported."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from coda_agent.verifier.gpu.worker import cuda_error
 
 
 class Toy(Stage):
-    """Arms that leave a known trace; some fail."""
+    """A stage whose arms record their calls. Some arms fail."""
 
     turns = 2
 
@@ -56,7 +57,7 @@ class Toy(Stage):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stage asks of CUDA, and a clock on which everything takes a millisecond."""
+    """Replace the CUDA functions that a stage calls. Every call takes a millisecond by the fake clock."""
     sizes = itertools.count(1000, 100)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -71,7 +72,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Stands in for CUDA's events."""
+    """A fake clock in place of CUDA's events."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -114,7 +115,7 @@ def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
         "bytes": 100,
         "milliseconds": [1.0] * 12,
     }
-    assert stage.called.count("two 1") > 6 < stage.called.count("two")  # both sets of inputs had their turns
+    assert stage.called.count("two 1") > 6 < stage.called.count("two")  # both sets of inputs were used
 
 
 @pytest.mark.usefixtures("device")
@@ -131,7 +132,7 @@ def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
 def test_an_arm_that_answers_something_else_fails_unless_it_is_the_anchor(error: float, reason: str) -> None:
     class Stage(Toy):
         def enter(self, arm: str) -> PreparedArm:
-            right = {"y": {"relative": 0.0043, "yardsticks": 2000.0}}  # rounded twice, in fp32's place
+            right = {"y": {"relative": 0.0043, "yardsticks": 2000.0}}  # rounded twice instead of kept in fp32
             wrong = {"z": {"relative": error, "yardsticks": 1.0}} if arm == "wrong" else {}
             return super().enter(arm)._replace(losses=right | wrong)
 
@@ -145,7 +146,8 @@ def test_an_arm_that_answers_something_else_fails_unless_it_is_the_anchor(error:
 
 @pytest.mark.usefixtures("device")
 def test_an_arm_finds_what_others_do_not_hold_with_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuTeDSL and FlashInfer allocate there, not in PyTorch's cache."""
+    """CuTeDSL and FlashInfer allocate memory from the driver. So PyTorch must return its unused memory to the
+    driver before each arm."""
     said: list[str] = []
     stage = Toy()
     usual = stage.enter
@@ -196,7 +198,7 @@ def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest
 
 @pytest.mark.usefixtures("device")
 def test_slow_arms_have_rounds_enough_for_swinging_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dozen of 17 ms take 0.2 s a round."""
+    """A round of twelve arms takes 0.2 s if each arm takes 17 ms."""
     usual, done = Clock.turn, []
 
     def turn(self: Clock) -> tuple[float, ...]:
@@ -210,7 +212,7 @@ def test_slow_arms_have_rounds_enough_for_swinging_clocks(monkeypatch: pytest.Mo
 
 
 class Large:
-    """What an arm keeps."""
+    """The memory that an arm holds."""
 
 
 @pytest.mark.usefixtures("device")
@@ -237,7 +239,7 @@ def test_who_leaves_the_clock_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
         return usual(arms, rounds, **more)
 
     monkeypatch.setattr(contests, "timed", crowded)
-    monkeypatch.setattr(contests, "_peak", lambda call, before: len(kept))  # the last one holds the most
+    monkeypatch.setattr(contests, "_peak", lambda call, before: len(kept))  # the last arm holds the most
     found = contests.run_interleaved(Stage, ("anchor", "one", "two", "three"), "anchor", 12)
     assert raced == [{"anchor", "one", "two", "three"}, {"anchor", "one", "two"}, {"anchor", "one"}]
     assert list(found["arms"]) == ["anchor", "one"]
@@ -277,7 +279,7 @@ def test_a_compiler_that_is_silent_is_heard_of(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(contests, "report", report)
     monkeypatch.setattr(contests, "BEAT", 0.001)
     contests.run_interleaved(Stage, ("one", "slow"), "one", 12)
-    assert heard[0] == contests.PREPARING and heard[-1] == contests.TIMING  # on the clock it is silent
+    assert heard[0] == contests.PREPARING and heard[-1] == contests.TIMING  # timing is not reported
 
 
 @pytest.mark.usefixtures("device")
@@ -306,7 +308,7 @@ def test_an_error_of_the_device_is_no_arms_answer(monkeypatch: pytest.MonkeyPatc
 def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next one would else be blamed, and left out of the row."""
+    """Otherwise the next arm would be blamed for the error and left out of the row."""
     words, heard, broken = "Triton Error [CUDA]: an illegal memory access was encountered", list[str](), False
     assert not cuda_error(words)
 
@@ -332,7 +334,7 @@ def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_h
 def test_a_ceiling_is_the_fastest_of_its_calls_and_a_copy_reads_and_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On meta tensors: nothing is computed, and nothing has a size in memory."""
+    """The tensors are meta tensors, so nothing is computed or allocated."""
     asked: list[str] = []
 
     def measured(arms: Any, **given: Any) -> Any:
@@ -359,7 +361,7 @@ def tried(number: int) -> bool:
 
 
 class Untuned:
-    """Seats that ask for nothing ahead."""
+    """A session's arms that need nothing compiled or tuned ahead of time."""
 
     def compiles(self) -> Iterator[Callable[[], list[Job]]]:
         yield from ()
@@ -369,7 +371,8 @@ class Untuned:
 
 
 def test_what_sessions_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What two rows want once; an arm that cannot say what it wants stops nothing: it will tell."""
+    """A job that two rows need runs once. If an arm cannot name its jobs, the failure is reported and the
+    other jobs run."""
     said, asked = list[str](), list[list[bool]]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr(
@@ -394,8 +397,8 @@ def test_what_sessions_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
 
 
 def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, each in all the room; what cannot be tuned stops nothing, but a device that is
-    gone."""
+    """Arms are tuned one after the other, each with all of the memory. A failed tuning stops nothing, unless
+    the device no longer works."""
     said, done = list[str](), list[str]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr(contests, "_release", lambda: done.append("room"))

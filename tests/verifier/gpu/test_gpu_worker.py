@@ -1,4 +1,5 @@
-"""The process that GPU work can lose: real workers that crash, hang, lie and leave orphans behind."""
+"""A worker process contains the failures of GPU work. These tests use real workers that crash, hang, forge
+answers and leave orphans."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from coda_agent.verifier.gpu.worker import Lost, Worker, WorkerError
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 60.0  # seconds: a worker imports PyTorch first
+PATIENCE = 60.0  # seconds; a worker first has to import PyTorch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def the_tests_tasks() -> Iterator[None]:
-    """Workers find this directory."""
+    """Put the tests' folders on PYTHONPATH, so that workers can import the tasks."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([PYTHONPATH, *filter(None, [before])])
     yield
@@ -105,7 +106,7 @@ def test_leaving_is_crashing(worker: Worker) -> None:
 
 def test_a_hang_is_ended_with_all_that_it_started(worker: Worker) -> None:
     heard: list[str] = []
-    worker.ask(tasks.double, 1, patience=PATIENCE)  # it is up
+    worker.ask(tasks.double, 1, patience=PATIENCE)  # wait until the worker is up
     start = time.monotonic()
     with pytest.raises(Lost, match="silent for 1 s") as lost:
         worker.ask(tasks.orphan, None, patience=1.0, progress=lambda gate, words: heard.append(words))
@@ -119,7 +120,8 @@ def test_our_own_bug_is_an_exception_with_its_traceback(worker: Worker) -> None:
 
 
 def test_no_kernel_is_blamed_for_a_worker_that_died_before_it_was_asked(worker: Worker) -> None:
-    """Waiting for its turn, or of an import: asked at once, and when it is over."""
+    """A worker can die while it waits for a task, or of a failed import. The task may come before or after
+    the failed import."""
     os.kill(worker._process.pid, signal.SIGKILL)
     assert gone(worker._process.pid)
     with pytest.raises(WorkerError, match="before its first task"):
@@ -135,7 +137,7 @@ def test_no_kernel_is_blamed_for_a_worker_that_died_before_it_was_asked(worker: 
 def test_a_library_that_does_not_load_ahead_costs_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is its arm that says so."""
+    """The arm that needs the library reports the failure instead."""
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "__init__.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
@@ -167,7 +169,8 @@ exit {status}
 
 
 def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, report: str, status: int) -> None:
-    """The real tool needs a GPU; this one starts a real worker and has its way of reporting."""
+    """Put a fake compute-sanitizer on the PATH, because the real one needs a GPU. The fake starts a real
+    worker and reports as the real one does."""
     script = directory / "compute-sanitizer"
     script.write_text(SANITIZER.format(python=sys.executable, report=report, status=status))
     script.chmod(0o755)
@@ -206,7 +209,8 @@ def test_a_sanitizer_s_summary_decides(
 def test_a_sanitizer_has_the_word_where_a_kernel_breaks_its_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str, words: str
 ) -> None:
-    """It ends the kernel that goes astray, so that the task fails, and reports as the process ends."""
+    """The sanitizer ends a kernel that goes astray, so the task fails. The sanitizer's report comes only when
+    the process ends."""
     stand_in(tmp_path, monkeypatch, report, 1)
     with pytest.raises(Failed, match=words) as failed:
         errors("memcheck", tasks.cuda_error, "CUDA error: unspecified launch failure")

@@ -1,6 +1,6 @@
-"""What a proved run may not do to memory: guard bands, poisoned outputs and workspaces, repeats.
+"""A proved run detects forbidden uses of memory by guard bands, poisoned outputs and workspaces, and repeats.
 
-The kernels here are PyTorch on a CPU; all else is what runs on a GPU.
+The kernels here are PyTorch on a CPU. All other code is the code that runs on a GPU.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from coda_agent.verifier.gpu.checks import REPEATS, KernelCase, numerics, stabil
 from coda_agent.verifier.gpu.guards import GUARD, POISONS, Guarded
 from coda_agent.verifier.spec.model import Spec
 
-__all__ = ["on_a_cpu"]  # a fixture, which counts here too
+__all__ = ["on_a_cpu"]  # an autouse fixture, which applies to this module too
 
 Tensors = Mapping[str, Tensor]
-BETWEEN = 16  # bytes that one kernel leaves for the next, in the middle of the workspace
+BETWEEN = 16  # bytes in the middle of the workspace that one kernel leaves for the next
 
 
 @dataclass
 class Raw(CpuPlan):
-    """A kernel that is given its outputs, too, and the workspace."""
+    """A plan that also runs ``raw``, a function of the inputs, the outputs and the workspace."""
 
     raw: Callable[[Tensors, Tensors, Tensor], object] = lambda *given: None
     schedules: dict[int, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch:
 
 
 def past(tensor: Tensor, by: int = 1) -> Tensor:
-    """The elements behind a tensor's last."""
+    """Return the ``by`` elements that follow a tensor's last element."""
     return tensor.as_strided((by,), (1,), tensor.storage_offset() + tensor.numel())
 
 

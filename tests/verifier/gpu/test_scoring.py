@@ -1,6 +1,8 @@
-"""What tells that timed calls did the verified work: fingerprints, and outputs that are poisoned before each.
+"""Timed calls must do the verified work. Fingerprints are compared, and outputs are poisoned before each
+call.
 
-The kernels here are PyTorch on a CPU, the clock is simulated; all else is what runs on a GPU.
+The kernels here are PyTorch on a CPU, and the clock is simulated. All other code is the code that runs on a
+GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def drawn(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def changed(tensor: Tensor, change: Callable[[Tensor], object]) -> bool:
-    """Whether a change, made to the tensor's memory, is found."""
+    """Return whether a fingerprint detects a change to the tensor's memory."""
     before = Fingerprints({"t": tensor})
     assert before.differing({"t": tensor.clone()}) == []
     change(tensor)
@@ -49,14 +51,14 @@ def changed(tensor: Tensor, change: Callable[[Tensor], object]) -> bool:
 
 
 def three_in_a_row(bits: Tensor) -> None:
-    """No change of a sum, nor of one weighted by the position."""
+    """Change neither the sum of the words nor their sum weighted by position."""
     bits[100] += 1
     bits[101] -= 2
     bits[102] += 1
 
 
 def swapped(bits: Tensor) -> None:
-    """No change of a sum, nor of one weighted by the position modulo 65521."""
+    """Change neither the sum of the words nor their sum weighted by position modulo 65521."""
     bits[[7, 7 + 65521]] = bits[[7 + 65521, 7]]
 
 
@@ -74,7 +76,7 @@ def test_one_bit_anywhere_is_found(
 ) -> None:
     monkeypatch.setattr(
         coda_agent.verifier.gpu.fingerprint, "BLOCK", 5
-    )  # words: several blocks, the last one short
+    )  # in words, so that there are several blocks and the last is short
     tensor = drawn(dtype, *shape)
     for byte in tensor.view(-1).view(torch.uint8):
         assert changed(tensor, lambda _, byte=byte: byte.bitwise_xor_(1))  # type: ignore[misc]
@@ -118,7 +120,7 @@ def test_words_are_the_tensor_s_own_memory() -> None:
             assert row.numel() * row.itemsize == count * tensor.itemsize
     assert words(drawn(torch.bfloat16, 4)).dtype == torch.int32
     with pytest.raises(RuntimeError, match="view"):
-        words(torch.zeros(2, 3).mT)  # a copy's memory would be poisoned in its place
+        words(torch.zeros(2, 3).mT)  # otherwise a copy would be poisoned instead of the tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -136,7 +138,7 @@ def test_a_poison_leaves_nothing_is_another_each_time_and_could_be_an_answer(dty
 # Timed calls --------------------------------------------------------------------------------------
 
 Kernel = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-Write = Callable[[Tensor, Tensor], object]  # an output, and what is right there
+Write = Callable[[Tensor, Tensor], object]  # arguments: an output and its correct value
 
 
 def doubled(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,7 +147,7 @@ def doubled(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class CpuPlan:
-    """As a ``Plan`` is used: ``write`` is how the kernel stores an answer."""
+    """A CPU stand-in for ``Plan``. ``write`` stores the kernel's answer in an output."""
 
     spec: Spec
     kernel: Kernel
@@ -178,7 +180,7 @@ LONG = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def sets_of(plan: CpuPlan, count: int = 2) -> _Sets:
-    """As ``_Sets.drawn`` makes them, but for the error gate."""
+    """Return sets as ``_Sets.drawn`` makes them, without the error gate."""
     job = KernelCase(plan.spec, KernelSource(plan.program), "tiny", SIZES)
     sets = _Sets(job, cast(Plan, plan), [], [], [], [], [])
     for seed in range(count):
@@ -208,7 +210,8 @@ SCALED = tiny(outputs={"s": {"shape": ("M",), "dtype": "fp32"}}, reference="s = 
 
 
 def keep_what_looks_right(out: Tensor, right: Tensor) -> None:
-    """What it finds decides: a poison of NaN, as proofs have, is replaced."""
+    """Keep an output value that is finite and positive; replace any other value, such as the NaN poison of
+    proofs."""
     out.copy_(torch.where(out.isfinite() & (out > 0), out, right))
 
 
@@ -229,7 +232,7 @@ def test_a_kernel_that_keeps_what_looks_right_is_another_output() -> None:
     sets = sets_of(plan)
     for inputs, outputs in zip(sets.inputs, sets.outputs, strict=True):
         plan.run(inputs, outputs)
-    sets.compare()  # what a call of before left there is right
+    sets.compare()  # an earlier call left the correct values there
     race([sets.candidate("candidate")])
     with pytest.raises(Failed, match=r"case tiny: output\(s\) s of timed calls differ") as failed:
         sets.compare()
@@ -295,7 +298,7 @@ def test_an_update_keeps_its_buffer_and_is_compared_on_inputs_drawn_again() -> N
         {n: t.clone() for n, t in {**i, **o}.items()} for i, o in zip(sets.inputs, sets.outputs, strict=True)
     ]
     arm.before()
-    assert bool((plan.workspace.view(torch.float32) > 0).all())  # it alone is overwritten
+    assert bool((plan.workspace.view(torch.float32) > 0).all())  # nothing else is overwritten
     for each, *now in zip(before, sets.inputs, sets.outputs, strict=True):
         assert all(torch.equal(each[n], t) for tensors in now for n, t in tensors.items())
     race([arm])

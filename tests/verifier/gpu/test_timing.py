@@ -1,4 +1,5 @@
-"""Scheduling on a simulated clock, statistics on known distributions, baselines against eager PyTorch."""
+"""Tests of timing: rounds on a simulated clock, statistics of known distributions, and baselines against
+eager PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from coda_agent.verifier.timing import FEWEST, Arm, host_time, measure
 
 
 def run(clock: SimulatedClock, *, arms: int = 3, **options: object) -> list[list[str]]:
-    """The log of a measurement, split at the waits: one list a round, the last 30 after the warm-up."""
+    """Return the log of a measurement, split at the waits: one list per round. The last 30 rounds follow the
+    warm-up."""
     measure([clock.work(n, lambda: 0.1) for n in "abc"[:arms]], clock=clock, **options)  # type: ignore[arg-type]
     text = " ".join(clock.log).split("wait")
     assert text.pop() == ""
@@ -86,13 +88,14 @@ def test_order_varies_and_follows_the_seed_alone() -> None:
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (2.0, 8)])
 def test_warm_up_lasts_as_long_as_asked_after_the_first_round(seconds: float, rounds: int) -> None:
-    # A round takes 3 * (0.1 + 0.01) s: seven of them are the first to reach 2 s, after one that compiles.
+    # A round takes 3 * (0.1 + 0.01) s. The first round compiles; after it, the seventh round is the first to
+    # reach 2 s.
     assert len(run(SimulatedClock(), warmup_seconds=seconds)) == rounds + 30
 
 
 @pytest.mark.parametrize(("longest", "rounds"), [(0.5, FEWEST), (7.0, 22), (60.0, 30)])
 def test_long_kernels_get_fewer_rounds(longest: float, rounds: int) -> None:
-    # A round takes 0.33 s: 21 of them pass before 7 s are over.
+    # A round takes 0.33 s, so 21 rounds end before 7 s have passed.
     assert len(run(SimulatedClock(), longest=longest, warmup_seconds=0.0)) == 1 + rounds
 
 
@@ -104,7 +107,8 @@ def test_a_slow_first_call_is_neither_measured_nor_counted_as_warm_up() -> None:
 
 
 class AsynchronousClock(SimulatedClock):
-    """Calls enqueue their work; the device does it while the host waits, as a GPU does."""
+    """A clock on which calls only enqueue work. As on a GPU, the device does the work while the host
+    waits."""
 
     pending = 0.0
 
@@ -115,7 +119,7 @@ class AsynchronousClock(SimulatedClock):
 
 
 def test_work_left_by_the_first_round_is_not_counted_as_warm_up() -> None:
-    """What compiles on its first call may leave the device busy for long, where it also tunes."""
+    """A first call that compiles may also tune, and so leave the device busy for a long time."""
     clock, left = AsynchronousClock(), iter([60.0])
 
     def call() -> None:
@@ -167,7 +171,7 @@ def test_host_time_waits_outside_its_region() -> None:
     def wait() -> None:
         nonlocal waits
         waits += 1
-        sum(range(300_000))  # some milliseconds; they must not be counted
+        sum(range(300_000))  # some milliseconds, which must not be counted
 
     assert host_time(lambda: None, 5, synchronize=wait) < 1e-4
     assert waits >= 5
@@ -177,7 +181,7 @@ def test_host_time_waits_outside_its_region() -> None:
 
 
 def noisy(generator: random.Random, seconds: float, n: int = 30) -> list[float]:
-    """Kernel times as seen on a GPU: 0.5% spread, and now and then a hiccup of half the time more."""
+    """Return kernel times as measured on a GPU: a spread of 0.5%, and 3% of the times are longer by half."""
     return [seconds * generator.gauss(1, 0.005) * (1.5 if generator.random() < 0.03 else 1) for _ in range(n)]
 
 
@@ -189,7 +193,7 @@ def test_intervals_cover_equal_arms_and_are_not_vacuous() -> None:
         sum(i.bootstrap[0] <= 1 <= i.bootstrap[1] for i in found),
         sum(i.student[0] <= 1 <= i.student[1] for i in found),
     ):
-        assert covered >= 52  # of 60 at 95%: fewer has a chance of 0.3 percent
+        assert covered >= 52  # of 60 at 95%; fewer than 52 has a probability of 0.3%
     assert sum(i.student[0] <= 1 <= i.student[1] for i in found) < 60
     assert sum(i.high - i.low for i in found) / 60 < 0.015
 
@@ -220,7 +224,7 @@ def test_pairing_uses_what_rounds_share() -> None:
 
 
 def test_a_clock_that_steps_leaves_the_ratio_alone() -> None:
-    """Half the rounds at one clock, half at another: each arm's median falls where the other's does not."""
+    """Half of the rounds run at each clock. The two arms' medians may then fall on different clocks."""
     generator = random.Random(15)
     found = []
     for _ in range(20):
@@ -243,13 +247,15 @@ def test_ratio_is_reproducible_exact_and_serialises() -> None:
 
 
 def process(generator: random.Random, speedup: float, spread: float) -> tuple[list[float], list[float]]:
-    """Both arms in one process, whose own ratio differs from the truth by ``spread``."""
+    """Return both arms' times in one process. The ratio in this process differs from ``speedup`` by
+    ``spread``."""
     own = speedup * math.exp(generator.gauss(0, spread))
     return noisy(generator, 2e-3 * own, 12), noisy(generator, 2e-3, 12)
 
 
 def test_processes_are_the_sample_not_their_rounds() -> None:
-    """Rounds of one process agree with one another and can all be wrong; intervals over processes cover."""
+    """The rounds of one process agree with each other, but all of them may be wrong. Only intervals over
+    processes cover the truth."""
     generator = random.Random(3)
     covered = within = 0
     for seed in range(60):
@@ -339,7 +345,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def by_hand(x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tiny spec as a user would write it in bf16."""
+    """Compute the tiny spec as a user would write it in bf16."""
     preact = torch.mm(x, w.t()) * rstd.unsqueeze(1)
     gate, up = preact[:, 0::2], preact[:, 1::2]
     act = gate * torch.sigmoid(gate) * up
@@ -407,7 +413,7 @@ def test_sizes_are_those_given(inputs: dict[str, torch.Tensor]) -> None:
 
 def test_many_sizes_compile_in_one_process(inputs: dict[str, torch.Tensor]) -> None:
     spec = tiny(outputs=ONLY_S, reference="s = rstd * F")
-    for f in range(2, 14):  # torch.compile stops after eight results for one function
+    for f in range(2, 14):  # torch.compile keeps at most eight results for one function
         (call,) = compiled(spec, [inputs], SIZES | {"F": f}, backend="eager")
         out = call()
         torch.testing.assert_close(out["s"], inputs["rstd"] * f)
@@ -418,7 +424,7 @@ def test_matmul_takes_the_formulation_s_own_operands(inputs: dict[str, torch.Ten
     (product,) = call()
     torch.testing.assert_close(product, inputs["x"] @ inputs["w"].mT)
     again = call()
-    assert again[0] is product  # preallocated
+    assert again[0] is product  # the output is preallocated
 
 
 UPDATE = {
@@ -461,7 +467,7 @@ def test_an_update_is_written_into_the_input_s_buffer(build: Callable[..., list[
         assert list(out) == ["picked", "new", "old"]
         assert out["new"].data_ptr() == inputs["dw"].data_ptr()
         torch.testing.assert_close(inputs["dw"], before + step)
-        torch.testing.assert_close(out["old"], before.sum(0))  # read before it is overwritten
+        torch.testing.assert_close(out["old"], before.sum(0))  # dw is read before it is overwritten
     rows = torch.arange(24)
     torch.testing.assert_close(out["picked"], inputs["x"][rows, inputs["target"]].float())
 

@@ -1,4 +1,5 @@
-"""What is drawn for each form of init, family and dtype, and what the reference makes of it."""
+"""Tests of the inputs drawn for each form of init, family and dtype, and of the reference's results for
+them."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def wide(**changes: Any) -> Spec:
 
 
 def one(dtype: str, init: dict[str, Any], shape: tuple[str, ...] = ("M",)) -> Spec:
-    """The spec with another input beside its own."""
+    """Return the spec with one more input, ``other``."""
     other = {"shape": shape, "dtype": dtype, "init": init}
     return wide(inputs={**SPEC["inputs"], "other": other})
 
@@ -106,7 +107,7 @@ def test_fp8_is_clamped_and_keeps_its_scale_where_it_would_vanish() -> None:
     a = {family: inputs["a"].float() for family, inputs in drawn.items()}
     assert drawn["normal"]["a"].dtype == torch.float8_e4m3fn
     assert a["normal"].isfinite().all() and a["normal"].abs().max() == 448
-    share = (a["normal"].abs() == 448).float().mean().item()  # rounding takes in 432 and more: 2.16 sigma
+    share = (a["normal"].abs() == 448).float().mean().item()  # 432 and more round to 448: 2.16 sigma
     assert share == pytest.approx(0.031, abs=0.003)
     assert torch.equal(a["tiny"], a["normal"])
     assert torch.equal(a["positive"], a["normal"].abs())
@@ -164,7 +165,7 @@ def test_outliers_are_the_same_rows_of_all_activations(families: dict[str, dict[
     assert usual.min() > 1 / 101 and usual.max() < 1 / 29
     columns = drawn["w"].abs().amax(0) / normal["w"].abs().amax(0)
     assert 0.05 < (columns > 0.5).double().mean() < 0.2 and columns.min() > 1 / 101
-    assert all((drawn[name].abs() <= normal[name].abs()).all() for name in drawn)  # nothing can overflow
+    assert all((drawn[name].abs() <= normal[name].abs()).all() for name in drawn)  # so nothing can overflow
 
 
 def test_tails_are_the_same_few_rows_of_all_activations(families: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -215,7 +216,7 @@ def test_low_rank_is_of_rank_eight_at_most_and_of_the_same_size(
     for name in ("y", "w", "x"):
         matrix = families["low_rank"][name]
         values = torch.linalg.svdvals(matrix)
-        assert values[8] < 0.02 * values[0]  # what is left is rounding to bf16
+        assert values[8] < 0.02 * values[0]  # the rest comes from rounding to bf16
         assert matrix.std().item() == pytest.approx(families["normal"][name].std().item(), rel=0.25)
         assert matrix.abs().max() < 7 * matrix.std()
 
@@ -228,13 +229,13 @@ def test_integers_are_few_multiples_of_a_power_of_two(families: dict[str, dict[s
     steps = drawn["scale"] * 2**9
     assert torch.equal(steps, steps.round()) and set(steps.int().tolist()) == set(
         range(11, 21)
-    )  # in its range
+    )  # within the range of its init
 
 
 def test_one_may_divide_by_an_integers_scale() -> None:
     spec = Spec.model_validate(SPEC)
     seen = {float(draw(spec, SIZES, seed, family="integers")["scale"]) for seed in range(20)}
-    assert seen == {0.5, 1.0}  # of [0.5, 1.5): 0.75 has no exact reciprocal
+    assert seen == {0.5, 1.0}  # the range is [0.5, 1.5); 0.75 has no exact reciprocal
 
 
 def test_one_row_can_be_drawn_in_every_family() -> None:
@@ -266,7 +267,7 @@ def test_indices_stay_integers_where_fp32_would_round_them() -> None:
     spec = spec.model_copy(update={"reference": text})
     inputs = draw(spec, SIZES, 0)
     expected = (inputs["other"] - 2**40).float() * inputs["scale"]
-    assert len(expected.unique()) > 200  # in fp32, which holds 24 bits, all would be one
+    assert len(expected.unique()) > 200  # in fp32, with its 24 bits, all values would be equal
     torch.testing.assert_close(reference.yardstick(spec, inputs, SIZES)["t"], expected, rtol=1e-6, atol=0)
 
 
@@ -279,7 +280,7 @@ def test_fp8_operands_are_exact_and_what_is_made_of_them_is_rounded_to_bf16() ->
     torch.testing.assert_close(got["c"].double(), a @ b.mT, rtol=1e-5, atol=1e-3)
     rounded = (inputs["a"].float() * 1.01).bfloat16().double() @ b[0]
     torch.testing.assert_close(got["t"].double(), rounded, rtol=1e-5, atol=1e-3)
-    assert (got["t"].double() - 1.01 * (a @ b[0])).abs().max() > 0.5  # not what fp32 operands give
+    assert (got["t"].double() - 1.01 * (a @ b[0])).abs().max() > 0.5  # fp32 operands would give other values
 
 
 def test_no_mutant_survives_and_the_yardstick_passes() -> None:

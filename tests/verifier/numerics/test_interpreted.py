@@ -1,4 +1,5 @@
-"""The interpret gate's runs: fresh inputs and sizes, honest kernels, and mathematics that is almost right."""
+"""Runs of the interpret gate: fresh inputs and sizes, honest kernels, and kernels whose mathematics is almost
+right."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def spec_of(name: str) -> Spec:
 
 
 def faults(spec: Spec, source: str, run: InputSettings) -> dict[str, set[str]]:
-    """How judged, and the outputs that failed so."""
+    """Return the names of the outputs that fail, by the kind of judgement."""
     found = Comparison.of(spec, run).errors(program_of(spec, source))
     return {how: {e.name for e in errors if not e.passed} for how, errors in found}
 
@@ -128,7 +129,8 @@ def gemm_swiglu_mlp(x, w_gate_up, w_down):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_matmul_reads_is_judged_unrounded_too(seed: int) -> None:
-    """It was judged as stored alone, in 16 bits, which hides a tail; the matmul still reads it rounded."""
+    """If act were judged only as stored in 16 bits, rounding would hide a wrong tail. The matmul still reads
+    the rounded act."""
     spec, run = spec_of("gemm_swiglu_mlp"), InputSettings({"M": 200, "D": 88, "F": 112}, "tails", seed)
     assert faults(spec, MLP, run) == {STORED: set(), "not rounded": set()}
     cut = MLP.replace("silu(gate)", "where(gate < -7, gate * 0, silu(gate))")
@@ -179,7 +181,8 @@ def test_what_clamps_values_of_a_trained_models_residual_stream_is_seen(seed: in
 def test_where_one_value_outweighs_a_row_the_worst_element_may_be_far_off(
     sizes: dict[str, int], seed: int
 ) -> None:
-    """Of an honest kernel it was 12 and 16 times the yardstick's, among 9000 draws."""
+    """In these two of 9000 draws, the worst element of an honest kernel was 12 and 16 times as far off as the
+    yardstick's."""
     spec, source = spec_of("gemm_swiglu_bwd"), (KERNELS / "gemm_swiglu_bwd.py").read_text()
     assert faults(spec, source, InputSettings(sizes, "spikes", seed)) == {STORED: set(), "not rounded": set()}
 
@@ -202,7 +205,7 @@ def test_what_begins_at_some_extent_is_seen_at_a_long_one(dim: str, old: str, ne
 
 
 def test_what_begins_where_two_extents_are_long_at_once_is_seen() -> None:
-    """As no run is that stretches one: beside it the others are short."""
+    """Runs that stretch one extent cannot find this fault, because their other extents are short."""
     spec = spec_of("gemm_rmsnorm_swiglu")
     old = "silu(gate)"
     rows, columns = (f"gate.{extent} * (gate * 0 + 1) > 330" for extent in ("rows", "columns"))
@@ -235,7 +238,8 @@ def test_a_failure_can_be_had_again(tmp_path) -> None:
 def test_a_truth_that_is_zero_by_cancellation_alone_is_not_judged(
     tmp_path: Path, family: str, left: set[str], scale: float
 ) -> None:
-    """z - tanh(z) is zero in fp64 below 1e-8, and z**3 / 3 is right; where z is zero, so is the truth."""
+    """Below 1e-8, z - tanh(z) is zero in fp64, although z**3 / 3 is correct. If z is zero, the truth is
+    really zero."""
     spec = activation(tmp_path, "z - tanh(z)")
     run = InputSettings({"M": 24, "D": 16, "F": 16}, family, 0)
     drawn = draw(spec, run.sizes, 0)

@@ -1,4 +1,5 @@
-"""One module says what the error gate allows of a family; all who judge by it allow the same."""
+"""One module defines the limits of the error gate for each family, and every judge applies the same
+limits."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def spec() -> Spec:
 
 @contextmanager
 def allowed() -> Iterator[list[ErrorLimits]]:
-    """The limits of each judgement made meanwhile."""
+    """Yield a list, to which each comparison in the ``with`` block appends its limits."""
     found: list[ErrorLimits] = []
     compare = error_gate.compare
 
@@ -74,7 +75,7 @@ def test_the_interpreter_the_gpu_and_the_search_for_weak_spots_allow_the_same(
         assert trial.passes(ReferenceMutant("none", spec.reference))
     assert search == interpreter == [of_stored(family), of_unrounded(family)]
     if family in FAMILIES:
-        drawn = InputDraw.__new__(InputDraw)  # without its inputs, which lie on a GPU
+        drawn = InputDraw.__new__(InputDraw)  # skips __init__, which draws inputs on a GPU
         yard = reference.yardstick(spec, trial.inputs, SIZES)
         drawn.__dict__.update(job=KernelCase(spec, KernelSource(program), "any", SIZES), family=family)
         drawn.__dict__.update(truth=trial.truth, yardstick=yard, exact=trial.exact)
@@ -85,14 +86,15 @@ def test_the_interpreter_the_gpu_and_the_search_for_weak_spots_allow_the_same(
 
 
 def test_what_each_family_is_allowed() -> None:
-    assert {of_stored(family) for family in FAMILIES} == {USUAL}  # a report's errors are judged by it
+    assert {of_stored(family) for family in FAMILIES} == {USUAL}  # the errors in a report are judged by USUAL
     assert of_stored("spikes") == of_stored("spikes", long=True) == SPIKES
     assert of_stored("normal", long=True) == FEW
     assert {f for f in (*FAMILIES, *ON_CPU) if of_unrounded(f) == VALUES} == set(EXTREME)
 
 
 def test_what_no_program_could_say_is_left_to_the_families_of_a_gpu(spec: Spec) -> None:
-    """A spoilt execution that only the interpreter's families show would get through: no GPU draws them."""
+    """No program text expresses the mutant ``spoilt``. Only a GPU run could show such an error, and GPU runs
+    draw no family of ``ON_CPU``."""
     spoilt = ReferenceMutant(
         "spoilt", spec.reference, after=lambda outputs: {k: t for k, t in outputs.items()}
     )

@@ -1,4 +1,5 @@
-"""The error gate against independent truths: honest kernels pass at any size, each cheat fails."""
+"""Tests of the error gate against independent truths: honest kernels pass at every size, and every cheat
+fails."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ Gemm = Callable[[Tensor, Tensor], Tensor]
 
 
 def at(spec: Spec, m: int, k: int, n: int) -> dict[str, int]:
-    """Sizes in the order in which all three specs declare them: rows, inner or model width, columns."""
+    """Return sizes by dim. All three specs declare their dims in this order: rows, inner or model width,
+    columns."""
     return dict(zip(spec.dims, (m, k, n), strict=True))
 
 
 def tensor_core(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 accumulation, 16 of K at a time, in order."""
+    """Multiply with fp32 accumulation in order, 16 of K at a time."""
     total = torch.zeros(a.shape[0], b.shape[1])
     for k in range(0, a.shape[1], 16):
         total += a[:, k : k + 16].float() @ b[k : k + 16].float()
@@ -60,7 +62,8 @@ def fp8_operands(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sums(t: Tensor) -> Tensor:
-    """Row sums over tiles of 128 columns, the partials added one by one, as a generated kernel would."""
+    """Sum rows over tiles of 128 columns, one value at a time; add the partials one by one, as a generated
+    kernel would."""
     total = torch.zeros(t.shape[0])
     for tile in t.split(128, 1):
         partial = torch.zeros(t.shape[0])
@@ -71,7 +74,8 @@ def sums(t: Tensor) -> Tensor:
 
 
 def kernel(name: str, i: Outputs, gemm: Gemm = tensor_core) -> Outputs:
-    """What an honest kernel computes, without the references: fp32 inside, each output rounded once."""
+    """Compute a spec's outputs as an honest kernel would, without the references: fp32 inside, each output
+    rounded once."""
     f = {key: value.float() for key, value in i.items()}
     if name == NORM:
         h = f["x"] + gemm(i["y"], i["w"].mT)
@@ -100,7 +104,7 @@ class Bench:
         self.yard = reference.yardstick(self.spec, self.inputs, sizes)
 
     def faults(self, got: Outputs) -> dict[str, str]:
-        """The reasons of the outputs that fail."""
+        """Return the reasons for the failures, by the names of the outputs that fail."""
         return {e.name: e.reason for e in compare(self.spec, got, self.truth, self.yard) if not e.passed}
 
 
@@ -124,7 +128,7 @@ def test_norm_is_what_the_layers_compute():
 def test_swiglu_is_that_of_separate_projections():
     b = Bench(SWIGLU, at(SPECS[SWIGLU], 40, 24, 56))
     i = {k: v.double() for k, v in b.inputs.items()}
-    x = i["x"] * i["rstd"][:, None]  # the scale before the product, not after it
+    x = i["x"] * i["rstd"][:, None]  # applied before the product, not after it
     gate, up = x @ i["w"][0::2].mT, x @ i["w"][1::2].mT
     torch.testing.assert_close(b.truth["act"], silu(gate) * up, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(b.truth["preact"][:, 1::2], up, rtol=1e-12, atol=1e-12)
@@ -176,7 +180,7 @@ def test_what_is_drawn():
     assert first["y"].dtype == torch.bfloat16 and first["y"].shape == (300, 256)
     assert first["w"].double().std().item() == pytest.approx(1 / 16, rel=0.02)
     assert first["y"].double().std().item() == pytest.approx(1, rel=0.02)
-    assert not torch.equal(first["y"][:, :128], first["x"])  # an input has a stream of its own
+    assert not torch.equal(first["y"][:, :128], first["x"])  # each input has its own random stream
     assert 0.5 <= first["gamma"].min() < first["gamma"].max() <= 1.5
     assert draw(spec, sizes, 1, family="positive")["y"].min() >= 0
     assert draw(spec, sizes, 1, family="tiny")["y"].double().std().item() == pytest.approx(2**-10, rel=0.02)
@@ -199,7 +203,8 @@ def test_honest_kernels_pass(name, mkn):
 
 
 def test_independent_rounding_of_the_same_quality_passes():
-    """Errors as large as the yardstick's but unrelated to them, as where operands are rounded elsewhere."""
+    """The errors here are as large as the yardstick's but independent of them, as if operands were rounded at
+    other places."""
     generator = torch.Generator().manual_seed(0)
     for m, n in [(8, 8), (64, 80), (128, 8), (300, 400)]:
         for _ in range(20):
@@ -224,7 +229,7 @@ def test_poor_matmuls_fail(benches, name, gemm):
     bench = benches[name]
     assert set(bench.faults(kernel(name, bench.inputs))) == set()
     faults = bench.faults(kernel(name, bench.inputs, gemm))
-    spared = {"act"} if name == BACKWARD else set()  # recomputed from z, without a matmul
+    spared = {"act"} if name == BACKWARD else set()  # act is recomputed from z, without a matmul
     assert set(faults) == set(bench.truth) - spared
 
 
@@ -345,13 +350,13 @@ def test_what_overflows_in_the_reference_too_is_excused_and_nothing_else():
         return stats.wrong, stats.first_wrong
 
     assert wrong() == (1, (7, 3))
-    yard[7, 9] = math.inf  # in fp32, on the way to a finite truth
+    yard[7, 9] = math.inf  # overflows in fp32, although the truth is finite
     assert wrong()[0] == 0
-    got[7, 4] = math.nan  # one more than the yardstick has in the row
+    got[7, 4] = math.nan  # one more than the yardstick has in this row
     assert wrong() == (2, (7, 3))
     got[7, 4], got[8, 0] = 3.0, math.nan  # another row
     assert wrong() == (1, (8, 0))
-    got[8, 0], truth[1, 1] = 3.0, math.inf  # which must then be infinite
+    got[8, 0], truth[1, 1] = 3.0, math.inf  # here the output must be infinite
     assert wrong() == (1, (1, 1))
 
 
@@ -384,12 +389,12 @@ def test_small_values_count_by_themselves():
     assert "1 values off by much of themselves, the worst at row 3, column 7: 0 instead of " in values(
         tail, truth, yard
     )
-    yard[4, 7] += 1e-4  # the yardstick loses as much of values as small
+    yard[4, 7] += 1e-4  # the yardstick's error is as large at an equally small value
     assert values(tail, truth, yard) == ""
     wide = yard.clone()
     wide[9, 9] *= 1.05
     assert "row 9, column 9" in values(wide, truth, yard)
-    wide[9, 9] = truth[9, 9] * 1.03  # a thirty-second of a value is left to it
+    wide[9, 9] = truth[9, 9] * 1.03  # an error of a thirty-second of the value is allowed
     assert values(wide, truth, yard) == ""
 
 
@@ -404,7 +409,7 @@ def test_a_missing_eps_fails_where_eps_decides():
         bench = Bench(NORM, at(SPECS[NORM], 200, 128, 256), family=family)
         got = kernel(NORM, bench.inputs)
         rstd = torch.rsqrt(bench.truth["h"].square().mean(-1)).float()
-        # Rows near sqrt(eps), or a sum of squares that is exact.
+        # The other families have rows near sqrt(eps), or an exact sum of squares.
         decides = family not in ("normal", "positive", "large", "huge")
         assert set(bench.faults({**got, "rstd": rstd})) == ({"rstd"} if decides else set()), family
 
@@ -438,13 +443,14 @@ def test_ratios_against_plain_arithmetic(benches):
 
 
 def test_the_worst_tile_is_the_one_that_exceeds_its_slack_most():
-    """A tile of few elements scatters more: its ratio, though the largest, must not hide a full tile's."""
+    """The ratio of a tile with few elements scatters more. Even if this ratio is the largest, it must not
+    hide the ratio of a full tile."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(129, 256, generator=generator, dtype=torch.float64)
     error = 2.0**-9 * torch.rand(129, 256, generator=generator, dtype=torch.float64)
     factor = torch.ones_like(truth)
-    factor[:128, 128:] = 1.9  # beyond the limit of 1.5, of a tile of 128x128
-    factor[128:, :128] = 2.0  # within it: 128 elements
+    factor[:128, 128:] = 1.9  # beyond 1.5, the limit for a tile of 128x128
+    factor[128:, :128] = 2.0  # within the limit for 128 elements
     yard, got = truth + error, truth + factor * error
     stats, tiles = error_sums.measure(got, truth, yard, torch.bfloat16)
     ratio, excess, at = error_gate._worst_tile(stats, tiles, limits.USUAL.deviations)
@@ -510,7 +516,8 @@ def test_a_wrong_dtype_is_our_bug(benches):
 
 @pytest.fixture(scope="module")
 def whole():
-    """Small integers, of which every sum is exact."""
+    """Return a bench whose inputs are small integers, so that every sum is exact, and the names of the exact
+    outputs."""
     bench = Bench(SWIGLU, at(SPECS[SWIGLU], 300, 512, 264), family="integers")
     values = reference.fp32(bench.spec, bench.inputs, bench.sizes)
     return bench, exactness.exact_outputs(values, bench.truth)
@@ -545,7 +552,7 @@ def test_other_orders_of_summation_are_exact_too(whole):
 
 
 def one_product_dropped(a: Tensor, b: Tensor) -> Tensor:
-    """A cheat that touches one element of a hundred thousand, by the least that a product can be."""
+    """A cheat: one element of a hundred thousand lacks one product, the smallest that is not zero."""
     total, first = tensor_core(a, b), a[:, :1].float() * b[:1].float()
     least = first.abs() == first[first != 0].abs().min()
     at = int(total.abs().where(least, math.inf).argmin())
@@ -597,7 +604,8 @@ def test_exactness_wants_bits_to_spare():
 
 
 def test_a_single_value_is_not_refused_by_luck():
-    """Of one element the yardstick's error may be far less than usual; a wrong value still fails."""
+    """For a single element, the yardstick's error may happen to be far smaller than usual. The correct value
+    passes, and a wrong value fails."""
     spec = SPECS[BACKWARD]
     for seed in range(40):
         bench = Bench(BACKWARD, at(spec, 1, 128, 136), seed)

@@ -1,4 +1,4 @@
-"""Sizes besides a spec's cases: what a kernel must bear, and nothing it could be fitted to."""
+"""Sizes other than a spec's cases: kernels must run at these sizes, and cannot be fitted to them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_small_sizes_tell_axes_apart(name: str) -> None:
     spec = spec_of(name)
     large, small = small_sizes(spec)
     for sizes in (large, small):
-        static = [sizes[dim] for dim in spec.static] if len(spec.static) > 1 else []  # these are a case's
+        # if several dims are static, they take their sizes from a case
+        static = [sizes[dim] for dim in spec.static] if len(spec.static) > 1 else []
         free = [size for dim, size in sizes.items() if not static or dim not in spec.static]
         assert sizes.keys() == spec.dims.keys() and len(set(free)) == len(free)
         assert all(size % 8 == 0 for size in free)
@@ -76,7 +77,7 @@ def test_a_seed_gives_the_same_sizes_again_and_another_others() -> None:
     drawn = [hidden(spec, seed) for seed in range(20)]
     assert drawn == [hidden(spec, seed) for seed in range(20)]
     assert len({tuple(sizes.values()) for sizes in drawn}) == 20
-    assert {sizes["M"] % 8 for sizes in drawn} >= {1, 3, 5, 7}  # rows align at any number of them
+    assert {sizes["M"] % 8 for sizes in drawn} >= {1, 3, 5, 7}  # any number of rows is aligned
     assert max(sizes["M"] for sizes in drawn) > 750 and {sizes["K"] % 16 for sizes in drawn} == {0, 8}
 
 
@@ -95,7 +96,8 @@ def test_gathered_rows_are_activations_though_they_count_other_tokens() -> None:
 
 
 def test_weights_that_only_their_rows_name_are_no_activations() -> None:
-    unstored = spec_of("gemm_partial_cross_entropy_unstored")  # V leads w, and is inner nowhere
+    # V is the first dim of w and never the inner dim
+    unstored = spec_of("gemm_partial_cross_entropy_unstored")
     assert "V" not in row_dims(unstored)
 
 
@@ -124,7 +126,7 @@ def test_each_octave_up_to_the_largest_case_has_sizes_that_no_case_has(name: str
         cases = {case.sizes[dim] for case in spec.cases}
         found = [sizes[dim] for d, sizes in drawn if d == dim]
         assert not cases & set(found) and max(found) < max(cases)
-        # Four heads at least make 256 columns, of which no more than 8192 rows are borne.
+        # At least four heads make 256 columns; with 256 columns, at most 8192 rows are allowed.
         most = 8191 if "qk" in name and dim == "M" else max(cases)
         whole = [power for power in range(6, 20) if 2 ** (power + 1) <= most]
         for octave in (range(2**power, 2 ** (power + 1)) for power in whole):
@@ -133,7 +135,7 @@ def test_each_octave_up_to_the_largest_case_has_sizes_that_no_case_has(name: str
             assert len(ragged) == 1 and len(many) <= 2, (dim, octave)
             assert (
                 len(many) == 2 or octave.start < 256
-            )  # 64 and 128 may be a case's, or the octave's other half
+            )  # 64 or 128 may be a case's size, or lie in the half for ragged sizes
     for _, sizes in drawn:
         assert alignment_errors(program, sizes) == []
         tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
@@ -154,4 +156,4 @@ def test_what_lies_between_is_drawn_anywhere_and_at_round_sizes_too() -> None:
 
 def test_sizes_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="spec gemm_rope: only its cases"):
-        hidden(spec_of("gemm_rope"), 0, rows=64)  # a multiple of half a tile
+        hidden(spec_of("gemm_rope"), 0, rows=64)  # 64 is a multiple of half a tile

@@ -1,5 +1,5 @@
-"""What an owner of a primitive may say, and how an author's functions are judged, without a GPU and on one
-that is played."""
+"""Proposals of primitives: which proposals are valid, and how an author's functions are judged. No GPU is
+needed; one test simulates a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from coda_agent.verifier.spec.file import SpecError
 
 pytestmark = pytest.mark.slow
 
-# what an owner may say
+# valid and invalid proposals
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_points(tmp_path: Path) -> None:
     assert not torch.equal(seen["usual"]["x"], draw(made, "usual", 2)["x"])
 
 
-# how functions are judged
+# judging functions
 
 
 def test_good_functions(tmp_path: Path, no_compiler: None) -> None:
@@ -102,7 +102,7 @@ def test_good_functions(tmp_path: Path, no_compiler: None) -> None:
     assert [g.gate for g in found.gates] == ["form", "interpret", "compile"]
     assert found.identity.raw and found.unmeasured == proposal_gates.UNMEASURED
     assert set(found.gates[1].figures["worst_rms_ratio"]) == set(FAMILIES)
-    assert "softsign" not in OPERATIONS  # outside the frame
+    assert "softsign" not in OPERATIONS  # not registered outside the frame
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_is_refused(
     ],
 )
 def test_what_cannot_be_computed_is_refused(statement: str, words: str) -> None:
-    """Else it would be of any value at all, and checked."""
+    """Otherwise a function with unknown values would count as checked."""
     source = f'def softsign(x: Any) -> Any:\n    """Page."""\n    {statement}\n'
     with pytest.raises(RawError, match=re.escape(f"{words}: this cannot be computed without a GPU")) as found:
         arithmetic.answer(source, "softsign", 1, [(False, [torch.ones(4)])])
@@ -172,7 +172,8 @@ def test_what_cannot_be_computed_is_refused(statement: str, words: str) -> None:
 def test_what_cannot_be_computed_is_refused_with_its_line_and_what_can_be(
     tmp_path: Path, no_compiler: None
 ) -> None:
-    """In a helper, behind another that was left; the author knew the list from the start."""
+    """The unknown function is in a helper and follows another call that has returned. The author's prompt
+    lists the known functions."""
     unknown = FAST.replace("cute.arch.rcp_approx(weight)", "cute.math.absf(weight)")
     unknown = unknown.replace("return x *", "y = magnitude(x)\n    return y *")
     source = CONSTANT + EXACT + unknown
@@ -238,12 +239,13 @@ def test_ulps_are_the_owners(tmp_path: Path) -> None:
     assert errors_of(made.model_copy(update={"ulps": off + 1}), spec, inputs, outputs, "here")["ulps"] == off
 
 
-# the gates of a GPU, with a plan that stands in for it
+# the GPU's gates, with a stand-in for the plan
 
 
 @dataclass
 class Plan:
-    """Gives the truth, times ``factor``, in place of a kernel."""
+    """A plan that writes the truth times ``factor`` instead of running a kernel. A factor above 1 applies
+    only after 20 calls."""
 
     proposal: Proposal
     program: Program
@@ -264,7 +266,7 @@ class Plan:
 
 
 class Here:
-    """A worker that is this process."""
+    """A worker that runs its tasks in this process."""
 
     def __enter__(self) -> Here:
         return self
@@ -327,7 +329,7 @@ def test_a_device_module_that_an_edit_does_not_name_is_no_part_of_it(
 
 
 def test_the_frame_calls_the_fast_function_where_there_is_one(tmp_path: Path) -> None:
-    """One program both times, so the memo of lowering must tell the two apart."""
+    """Both texts have the same program, so the cache of lowering must distinguish them."""
     made, spec = proposed(tmp_path)
     fast, exact = (made.framed(spec, GOOD, fast) for fast in (True, False))
     called = [f"{made.name}_fast(" in text.partition("\nclass ")[2] for text in (fast, exact)]
@@ -335,11 +337,11 @@ def test_the_frame_calls_the_fast_function_where_there_is_one(tmp_path: Path) ->
 
 
 def test_the_frame_compiles_and_refuses_what_is_no_arithmetic(tmp_path: Path) -> None:
-    """With the real compiler, in confinement."""
+    """The compiler here is the real compiler, in confinement."""
     made, spec = proposed(tmp_path)
     raw = made.framed(spec, GOOD, True)
     resources = report(KernelSource(made.program(spec), edited=raw), SIZES, PROBES[:1])
     assert len(resources) == 1 and not any(r.spill_loads for r in resources)
     assert KernelSource(made.program(spec), edited=raw).lowered.edited
-    found = verdict((made, spec), f"{GOOD}    return open('/etc/passwd')\n")  # past what is computed
+    found = verdict((made, spec), f"{GOOD}    return open('/etc/passwd')\n")  # after the computed return
     assert isinstance(found, Rejected) and (found.gate, found.code) == ("compile", "language"), found

@@ -1,4 +1,4 @@
-"""Hostile sources in a row, layers that a system lacks, and compilers run wild."""
+"""The jail under many hostile sources and on systems that lack layers, and compilers that run wild."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from coda_agent.verifier.verify import check
 
 pytestmark = pytest.mark.slow
 
-# A thousand hostile sources
+# Many hostile sources
 
 RUNS = int(os.environ.get("CODA_AGENT_JAIL_RUNS", "100"))  # 1000 take a minute
-LEAK = 1024  # bytes a run
+LEAK = 1024  # bytes per run
 
 
 def resident_bytes() -> int:
@@ -46,19 +46,19 @@ def test_hostile_sources_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pyt
             ended.add(type(jail.trace(one.source, RMSNORM.spec.signature())))
 
     honest_boot, ended = jail.BOOT, set[type]()
-    run(60)  # caches fill
+    run(60)  # fill the caches
     with nothing_left(tmp_path, monkeypatch):
         before = resident_bytes()
         run(RUNS)
         assert resident_bytes() - before < RUNS * LEAK
-    assert ended == {Traced, Rejected}  # what is contained is traced
+    assert ended == {Traced, Rejected}  # if the jail contains an attack, the source is traced
 
 
 def test_no_hostile_source_is_another() -> None:
     made = list(islice(hostile.sources(seed=1), 1000))
     assert made == list(islice(hostile.sources(seed=1), 1000))
     assert len({one.source for one in made}) == 1000
-    # Nor is one another but for its names, numbers and remarks.
+    # Sources also differ in more than names, numbers and comments.
     shapes = {re.sub(r"#.*|\b[a-z]{6,12}\b|[-\d.]+|\s", "", one.source) for one in made}
     assert len(shapes) > 800
     wrappings = {one.wrapping for one in made}
@@ -66,7 +66,7 @@ def test_no_hostile_source_is_another() -> None:
     assert 300 < sum(one.taken_over for one in made) < 500
 
 
-# Layers that a system lacks
+# Systems that lack layers
 
 DARWIN = """
 import sys; sys.platform = "darwin"; import resource; limit = resource.setrlimit
@@ -120,7 +120,7 @@ def test_what_is_missing_is_in_the_report(monkeypatch: pytest.MonkeyPatch, missi
     assert refused.evidence == ({"missing_layers": missing} if missing else {})
 
 
-# Compilers run wild
+# Compilers that run wild
 
 
 def alive(pid: int) -> bool:
@@ -132,7 +132,8 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Compile with a script in the compiler's place; where it may leave the ids of its processes."""
+    """Return a function that puts a script in the compiler's place. The function returns the file to which
+    the script writes the ids of its processes."""
     script, pids = tmp_path / "python", tmp_path / "pids"
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
@@ -152,7 +153,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     [
         ("time.sleep(600)", "did not finish in 1 s"),
         ("x = bytearray(1 << 30)", "exceeded 0.25 GB of memory: .*MemoryError"),
-        ("os.abort()", "died with status -6"),  # while its child holds its output
+        ("os.abort()", "died with status -6"),  # while a child holds the output
         ("sys.stderr.write('x' * (1 << 22) + 'the reason'); sys.exit(3)", "x the reason|xthe reason"),
     ],
     ids=["hangs", "allocates", "crashes", "floods"],
@@ -176,7 +177,7 @@ COMPILE += "from coda_agent.primitives.lang.ir import Program\n"
 COMPILE += "report(KernelSource(Program.from_json(sys.stdin.read())), {})"
 
 
-# In the place of QuACK, which only the compiler imports: it says which process it is in, and does not end.
+# A replacement for QuACK, which only the compiler imports. It records its process id and does not end.
 ENDLESS = """
 import os, time
 open("{note}.draft", "w").write(str(os.getpid()))
@@ -205,7 +206,7 @@ def test_a_compiler_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_child_whose_parent_died_before_it_began_runs_nothing() -> None:
-    """No signal reaches it: it finds that its parent is another."""
+    """No signal reaches such a child. Instead, the child finds that its parent is another process."""
     command = [sys.executable, "-I", "-S", subprocesses.__file__, "0", "/bin/echo", "ran"]
     done = subprocess.run(command, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, b"")

@@ -1,4 +1,4 @@
-"""The jail: honest kernels come out as programs; nothing else comes out, and nothing stays behind."""
+"""The jail returns the programs of honest kernels and nothing else, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Around each of the tests below, some thirty of them hostile: no process, descriptor or file stays."""
+    """Assert that no test below leaves a process, descriptor or file. Some thirty of these tests are
+    hostile."""
     with nothing_left(tmp_path, monkeypatch):
         yield
 
@@ -123,7 +124,7 @@ def test_an_author_reads_the_tracers_own_error_with_its_line() -> None:
     assert "per_column" in result.message
 
 
-# What the operating system refuses, where the language check is no help
+# The operating system's refusals, without help from the language check
 
 PROBE = """
 import ctypes, errno, json, mmap, os, resource, signal, socket
@@ -176,7 +177,7 @@ def test_seccomp_refuses_all_but_computing(bare: Bare) -> None:
     answer = said(bare(PROBE))
     assert len(answer) == 22
     assert {name: code for name, code in answer.items() if code != "EPERM"} == {}
-    assert said(bare(PROBE, lacking=("landlock",))) == answer  # by itself, too
+    assert said(bare(PROBE, lacking=("landlock",))) == answer  # seccomp alone suffices
 
 
 def test_landlock_alone_keeps_files_and_the_network(bare: Bare) -> None:
@@ -215,7 +216,7 @@ said = json.dumps(said)
 """
     answer = said(bare(source, lacking=("seccomp", "landlock"), weak=True))
     environment = answer.pop("environment")
-    assert isinstance(environment, dict) and set(environment) <= {"LC_CTYPE"}  # Python sets that itself
+    assert isinstance(environment, dict) and set(environment) <= {"LC_CTYPE"}  # Python itself sets LC_CTYPE
     assert answer == {
         "AS": [768 << 20] * 2, "CPU": [3, 4], "FSIZE": [0, 0], "NOFILE": [8, 8], "NPROC": [0, 0],
         "CORE": [0, 0], "death": signal.SIGKILL, "dumpable": 0, "no_new": 1, "session": True,
@@ -247,7 +248,7 @@ def test_a_jail_that_does_not_start_is_our_error_not_the_kernels(monkeypatch: py
         jail.trace(HONEST, SIGNATURE)
 
 
-# What comes back from a child that has been taken over
+# Answers from a child that has been taken over
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,8 @@ def test_cpu_time_is_limited_where_wall_time_is_not(bare: Bare) -> None:
 
 
 def test_the_whole_group_dies_with_the_child(bare: Bare) -> None:
-    """Without seccomp a child run by root can fork: what it leaves in its group is killed."""
+    """Without seccomp, a child that root runs can fork. Processes that it leaves in its process group are
+    killed."""
     source = """
 import os, time
 try:
@@ -332,18 +334,18 @@ def test_the_child_dies_with_its_parent() -> None:
             assert alive(jailed)
         finally:
             parent.kill()
-    assert eventually(lambda: not alive(jailed), 1.0)  # its CPU limit would take three
+    assert eventually(lambda: not alive(jailed), 1.0)  # the limit on CPU time would take 3 s
 
 
 def _jailed_child(parent: int) -> int:
-    """The process under ``parent`` once its seccomp filter is in force."""
+    """Wait for a child of ``parent`` whose seccomp filter is in force; return the child's process id."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         for status in Path("/proc").glob("[0-9]*/status"):
             try:
                 text = status.read_text()
             except OSError:
-                continue  # it ended while we looked
+                continue  # the process has ended
             if f"\nPPid:\t{parent}\n" in text and "\nSeccomp:\t2\n" in text:
                 return int(status.parent.name)
         time.sleep(0.01)

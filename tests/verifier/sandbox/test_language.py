@@ -1,4 +1,4 @@
-"""The language check: what a kernel file may say, and what its author reads otherwise."""
+"""The language check: which kernel files pass, and which errors the authors of other files read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = "from primitives import gemm, kernel, pairs, rsqrt, where\n"
 
 
 def kernel(*lines: str, before: str = "") -> str:
-    """A kernel file; the first of ``lines`` is line 4 of it where ``before`` is empty."""
+    """Return a kernel file. If ``before`` is empty, the first of ``lines`` is line 4 of the file."""
     body = "".join(f"    {line}\n" for line in lines)
     return f"{HEAD}{before}@kernel\ndef f(x, w, eps):\n{body}    return {{'y': gemm(x, w)}}\n"
 
@@ -72,14 +72,14 @@ def test_honest_files_pass(source: str) -> None:
         ("a = __builtins__", "must not start with _"),
         ("_a = 1", "must not start with _"),
         ("a__b = 1", "contain __"),
-        ("a\uff3f\uff3fb = 1", "'a__b'"),  # fullwidth low lines, which NFKC makes _
-        ("a = ().__\u217dlass__", "letters beyond ASCII"),  # a Roman numeral, which NFKC makes c
-        ("a = \U0001d452val('1')", "letters beyond ASCII"),  # NFKC makes it eval
-        ("a = \uff47\uff45\uff4d\uff4d(x, w)", "letters beyond ASCII"),  # fullwidth: NFKC makes it gemm
+        ("a\uff3f\uff3fb = 1", "'a__b'"),  # NFKC turns fullwidth low lines into _
+        ("a = ().__\u217dlass__", "letters beyond ASCII"),  # NFKC turns this Roman numeral into c
+        ("a = \U0001d452val('1')", "letters beyond ASCII"),  # NFKC turns it into eval
+        ("a = \uff47\uff45\uff4d\uff4d(x, w)", "letters beyond ASCII"),  # fullwidth; NFKC turns it into gemm
         ("a = x.\uff4dT", "letters beyond ASCII"),
         ("\U0001d41a = x", "letters beyond ASCII"),  # a bold a
         ("a = gemm(x, \uff57=w)", "letters beyond ASCII"),
-        ("a\u0301 = x", "letters beyond ASCII"),  # an accent of its own
+        ("a\u0301 = x", "letters beyond ASCII"),  # a combining accent
         ("g\u0435mm = x", "letters beyond ASCII"),  # Cyrillic
         ("\u03b3 = x", "letters beyond ASCII"),
         ("a = gemm(x, __w=w)", "must not start with _"),
@@ -148,7 +148,7 @@ def test_honest_files_pass(source: str) -> None:
 def test_what_is_refused_names_its_line_and_a_remedy(line: str, said: str) -> None:
     error = refusal(kernel("h = x", line))
     assert said in error.message
-    assert error.line in (5, 6), error.line  # some of these are two lines
+    assert error.line in (5, 6), error.line  # some cases have two lines
     assert error.code == ("syntax" if "nested" in said else "language")
 
 

@@ -1,4 +1,5 @@
-"""Domains: what they may be, that no hash depends on them, and what stretched inputs draw from them."""
+"""Domains of inputs: which domains are valid, that no hash depends on them, and which values stretched inputs
+take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Specs with a matrix for each expert: refusals with their lines, and how rows are shared among experts."""
+"""Specs with one matrix per expert: mistakes are named with their lines, and rows are shared among experts in
+every way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which parts of a product's columns a program can have.
+"""Which parts of a product's columns a program can compute.
 
-Halves of a weight, as checkpoints keep them, can be met: a program gathers a weight's rows by a product with
-ones and zeros that it computes. Other parts are ranges of columns, whose width must be static.
+Checkpoints store two weights as halves of one. A program can compute such halves: it gathers a weight's rows
+by a product with computed ones and zeros. Other parts are ranges of columns, whose width must be static.
 """
 
 from __future__ import annotations

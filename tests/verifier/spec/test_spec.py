@@ -1,4 +1,5 @@
-"""Specs load, solve and hash as they should, and every kind of mistake gives one message with its line."""
+"""Specs load, solve for sizes and hash as they should, and every kind of mistake gives one message with its
+line."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ accept: {speedup: 1.1}
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes scaled.yaml, the good spec with ``old`` replaced by ``new``, and gives its relative path."""
+    """Return a function that writes scaled.yaml, the good spec with ``old`` replaced by ``new``, and returns
+    its relative path."""
     monkeypatch.chdir(tmp_path)
     return partial(write_changed, Path("scaled.yaml"), GOOD)
 
@@ -67,7 +69,7 @@ def test_shipped_specs_load(name):
     assert {case.name for case in spec.cases} >= models | {"decode", "ragged"}
     assert experts or all(case.sizes["M"] == 16384 for case in spec.cases if case.decides)
     assert spec.case("decode").bench == "report" and not spec.case("ragged").bench
-    summed = any(output.updates for output in spec.outputs.values())  # over M, onto what was there
+    summed = any(output.updates for output in spec.outputs.values())  # summed over M and added to an input
     assert reference.row_dim(spec) == (None if summed else ("M" if "M" in spec.dims else "T", False))
 
 
@@ -161,7 +163,7 @@ def test_a_reference_is_tried_in_the_dtypes_it_is_measured_in(write):
     message = fails(write(*other))
     assert message.startswith("scaled.yaml:16: ") and "same dtype" in message
     assert message.endswith("give a baseline with casts")
-    for product in ("(a @ b.mT.half())", "torch.mm(a, b.mT.half(), out_dtype=torch.float32)"):  # GPUs only
+    for product in ("(a @ b.mT.half())", "torch.mm(a, b.mT.half(), out_dtype=torch.float32)"):  # GPU only
         path = write(*other)
         text = f"{path.read_text()}baseline: |\n  c = {product} * scale[:, None] + old\n  r = scale\n"
         path.write_text(text)
@@ -223,7 +225,7 @@ def test_dims_solve_through_one_another(write):
     path = write("[2*N, K]", "[N*K + N, K]")
     shapes = {"a": (8, 16), "b": (51, 16), "scale": (8,), "old": (8, 6)}
     assert load(path, check=False).solve(shapes) == {"M": 8, "K": 16, "N": 3}
-    squared = load(write("[2*N, K]", "[N*N, K]"), check=False)  # N from old; b is only checked
+    squared = load(write("[2*N, K]", "[N*N, K]"), check=False)  # N follows from old; b is only checked
     assert squared.solve(shapes | {"b": (9, 16)}) == {"M": 8, "K": 16, "N": 3}
     path.write_text(GOOD.replace("2*N", "N*N"))
     assert "dim 'N' follows from no input's shape" in fails(path, check=False)

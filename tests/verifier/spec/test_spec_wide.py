@@ -1,4 +1,5 @@
-"""Specs of every kind of input: scalars, indices, fp8, series; static dims; cases that only report."""
+"""Specs with every kind of input (scalars, indices, fp8, series), with static dims, and with cases that only
+report."""
 
 from __future__ import annotations
 
@@ -47,13 +48,14 @@ cases:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes wide.yaml, the spec above with ``old`` replaced by ``new``, and gives its relative path."""
+    """Return a function that writes wide.yaml, the spec above with ``old`` replaced by ``new``, and returns
+    its relative path."""
     monkeypatch.chdir(tmp_path)
     return partial(write_changed, Path("wide.yaml"), WIDE)
 
 
 def test_what_a_processor_s_kernel_lacks_is_no_mistake_of_the_baseline_s(write, monkeypatch):
-    """oneDNN's scaled product, where the processor has one, takes fewer scales than the GPU's."""
+    """On some processors oneDNN has a scaled product, which accepts fewer scales than the GPU's."""
 
     def lacking(*_: object, **__: object) -> None:
         raise RuntimeError('Linear.cpp":516, INTERNAL ASSERT FAILED: only scalar scales, please report a bug')
@@ -87,7 +89,7 @@ def test_static_dims_and_updates_reach_the_signature(write):
 
 
 def test_the_integer_after_a_range_may_be_the_ignored_one(write):
-    spec = load(write("ignored: -100", "ignored: 4"), check=False)  # N, of which the range is [0, N)
+    spec = load(write("ignored: -100", "ignored: 4"), check=False)  # 4 is N, and the range is [0, N)
     assert spec.inputs["target"].init.ignored == 4
 
 
@@ -246,7 +248,7 @@ def test_the_multiple_that_a_reference_needs_is_in_the_message(tmp_path, referen
 
 
 def test_blocks_of_a_wide_spec_change_nothing(write, monkeypatch):
-    spec, sizes = load(write()), {"M": 300, "K": 20, "N": 12}  # count goes round after 80 rows
+    spec, sizes = load(write()), {"M": 300, "K": 20, "N": 12}  # count restarts after 80 rows
     inputs = draw(spec, sizes, seed=1)
     whole, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
     monkeypatch.setattr(reference, "BLOCK_BYTES", 1)
@@ -270,7 +272,7 @@ LEAN = {
 def test_blocks_count_what_is_made_on_the_way():
     spec = Spec.model_validate(LEAN)
     row, rows = reference._rows(spec, spec.cases[0].sizes)
-    assert row == ("M", False) and rows == 256  # 348 rows of fp64 logits, six times, fill 2 GiB
+    assert row == ("M", False) and rows == 256  # six times 348 rows of fp64 logits fill 2 GiB
     for fits in ({"M": 16384, "D": 8, "V": 1000}, {"M": 256, "D": 8, "V": 128256}):
         assert reference._rows(spec, fits) is None
 

@@ -1,7 +1,9 @@
-"""The shipped specs: each reference is the layer that it says, and none lets a wrong kernel through.
+"""The shipped specs: each reference computes the layer that its spec describes, and no spec lets a wrong
+kernel pass.
 
-Truth is PyTorch's own layers and autograd in fp64. A truth may first replace statistics among the inputs
-(drawn at random) by those that a forward pass gives: only then is a deferred norm the norm.
+The truth is PyTorch's own layers and autograd in fp64. Some inputs are statistics, which are drawn at random.
+A truth may first replace them by the statistics of a forward pass; otherwise a deferred norm does not equal
+the norm.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ SMALL = {"M": 24, "K": 10, "N": 14, "D": 12, "F": 18, "V": 22, "H": 3, "G": 2, "
 RAGGED = {"M": 300, "K": 144, "N": 208, "D": 144, "F": 208, "V": 208, "H": 7, "G": 3, "P": 16}
 SMALL, RAGGED = SMALL | {"T": 24, "E": 3}, RAGGED | {"T": 300, "E": 5}
 
-HEADS = {size["G"]: size["H"] for size in (SMALL, RAGGED)}  # of q, by those of k and v
+HEADS = {size["G"]: size["H"] for size in (SMALL, RAGGED)}  # number of q heads, by number of k heads
 
 Tensors = dict[str, Tensor]
 Truth = Callable[[Tensors], Tensors]
@@ -41,7 +43,7 @@ TRUTHS: dict[str, Truth] = {}
 
 
 def truth(*names: str) -> Callable[[Truth], Truth]:
-    """Registers what computes these specs by other means."""
+    """Register a function that computes these specs by other means."""
 
     def register(function: Truth) -> Truth:
         TRUTHS.update(dict.fromkeys((f"gemm_{name}" for name in names), function))
@@ -66,7 +68,7 @@ def halves(t: Tensor) -> tuple[Tensor, ...]:
 
 
 def rotated(t: Tensor, turn: Tensor) -> Tensor:
-    """Adjacent columns as complex numbers, [M, H*P], each head's times ``turn`` [M, P]."""
+    """Take adjacent columns as complex numbers, [M, H*P], and multiply each head's by ``turn`` [M, P]."""
     return torch.view_as_real(torch.view_as_complex(t.unflatten(1, (-1, turn.shape[1], 2))) * turn[:, None])
 
 
@@ -79,7 +81,7 @@ def eps_of(i: Tensors, constant: float = EPS) -> float:
 
 
 def routed(i: Tensors, rows: Tensor) -> Tensor:
-    """Each row times the weight of its own expert, one by one."""
+    """Multiply each row by the weight of its own expert, one row at a time."""
     experts = len(i["w"])
     ranges = zip(range(experts), i["offsets"][:-1].tolist(), i["offsets"][1:].tolist(), strict=True)
     of = {row: expert for expert, first, past in ranges for row in range(first, past)}
@@ -195,7 +197,7 @@ def _(i: Tensors) -> Tensors:
 
 @truth("qkv_rope", "rmsnorm_qkv_rope", "rmsnorm_qkv_bias_rope", "rmsnorm_qkv_norm_rope")
 def _(i: Tensors) -> Tensors:
-    """By three products, with the parts of the weight that checkpoints keep apart."""
+    """Compute three products, one for each part of the weight that checkpoints store separately."""
     turn = torch.complex(*halves(i["cos_sin"]))
     width, x = 2 * turn.shape[1], i["x"] * i.get("rstd", torch.ones(1))[:, None]
     groups = next(g for g in HEADS if len(i["w"]) == (HEADS[g] + 2 * g) * width)
@@ -244,7 +246,7 @@ def scaled(i: Tensors, a: str, scale: str) -> Tensor:
 
 
 def quantised(i: Tensors, t: Tensor) -> Tensor:
-    """By the delayed scale, where the end of e4m3's range stands for all beyond."""
+    """Multiply by the delayed scale, and clamp to the range of e4m3."""
     return torch.minimum((t * i["scale"]).abs(), torch.tensor(448.0)) * t.sign()
 
 
@@ -337,7 +339,8 @@ def _(i: Tensors) -> Tensors:
 
 @truth("residual_rmsnorm_bwd", "residual_rmsnorm_gemm_bwd")
 def _(i: Tensors) -> Tensors:
-    """Through the deferred chain, z = rstd * ((h * gamma) @ w.mT), whose z is what s is made of."""
+    """Differentiate the deferred chain z = rstd * ((h * gamma) @ w.mT). The input s is computed from z and
+    dz."""
     h, gamma = i["h"].clone().requires_grad_(), i["gamma"].clone().requires_grad_()
     w_o = i.get("w_o", torch.zeros(h.shape[1], 3).double())
     y = torch.zeros(len(h), w_o.shape[1]).double().requires_grad_()
@@ -362,7 +365,7 @@ def test_reference_and_baseline_are_the_layer(name):
     if "target" in inputs:
         inputs["target"][3] = -100
     expected = TRUTHS[name](inputs)
-    narrow = "_scaled_mm", "grouped_mm"  # which take no fp64
+    narrow = "_scaled_mm", "grouped_mm"  # these take no fp64
     texts = [t for t in (spec.reference, spec.baseline) if t and not any(name in t for name in narrow)]
     for got in (reference.run(spec, inputs, sizes, text) for text in texts):
         for output, declared in spec.outputs.items():

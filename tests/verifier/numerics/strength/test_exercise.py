@@ -1,4 +1,5 @@
-"""Choices of a program: which they are, how each side is taken away, and what nothing needs is refused."""
+"""Choices of a program: which nodes are choices, whether each side of a choice is needed, and which choices
+are refused."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ return {"y": where(t < 0.25, near, 1 - exp(0 - t))}"""
     [("z - tanh(z)", TANHSHRINK), ("tanhshrink(z)", TANHSHRINK), ("-torch.expm1(-exp(z))", CLOGLOG)],
 )
 def test_a_series_may_replace_a_form_that_cancels(tmp_path: Path, reference: str, body: str) -> None:
-    """The gate allows the cancelling form what larger values lose, so nothing needs the series."""
+    """The gate allows the cancelling form the error that larger values have, so no value needs the series."""
     spec = activation(tmp_path, reference)
     figures = interpreted(spec, kernel(spec, body))
     assert "where" in {choice["op"] for choice in figures["choices"]}
@@ -229,7 +230,7 @@ def test_a_reference_that_raises_at_larger_sizes_only_is_the_specs_mistake(tmp_p
 
 
 def test_a_sigmoid_that_never_bends_is_refused_and_one_that_does_is_needed() -> None:
-    gate = "per_row(sigmoid(1e4 * (rstd + 1e4)))"  # 1 for every positive rstd
+    gate = "per_row(sigmoid(1e4 * (rstd + 1e4)))"  # equals 1 for every positive rstd
     with pytest.raises(Failed) as failed:
         interpreted(spec_of("gemm_rmsnorm"), kernel(spec_of("gemm_rmsnorm"), SWITCHED.format(gate)))
     assert failed.value.code == "idle_choice"

@@ -1,4 +1,4 @@
-"""The slips that no spec may let through: each is made where it should be, and does what it says."""
+"""Mutants of references: each mutant exists for the right specs, and does what its name says."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_slips_of_a_norm() -> None:
         "'(h * h).mean(-1) + eps' without its second term",
         "'y @ w.mT + x' with its sign flipped",
         "'(h * h).mean(-1)' along the other axis",
-        "'(h * h).mean(-1)' as if over K=2048",  # which N is too
+        "'(h * h).mean(-1)' as if over K=2048",  # N is 2048 too
         "eps as 0",
     }
     assert found.keys() >= {
@@ -105,8 +105,8 @@ def test_wrong_choices_and_wrong_inputs() -> None:
     assert "h * rstd.bfloat16().float()[:, None]" in backward["rstd in bf16"].text
     short = backward["'(d * hhat).sum(0)' without the last"].text
     assert "(d * hhat).narrow(0, 0, (d * hhat).shape[0] - 1).sum(0)" in short
-    assert "dw rounded to bf16" not in named(spec_of("grad_accumulate"))  # an input, read as it is
-    assert "act rounded to bf16" not in named(spec_of("swiglu_mlp"))  # as its matmul reads it anyway
+    assert "dw rounded to bf16" not in named(spec_of("grad_accumulate"))  # dw is an input, read as it is
+    assert "act rounded to bf16" not in named(spec_of("swiglu_mlp"))  # its matmul reads act in bf16 anyway
 
 
 def test_only_a_spec_in_fp16_is_accumulated_in_it() -> None:
@@ -193,7 +193,8 @@ def test_gelus_other_form_is_seen_unrounded_only() -> None:
 
 
 def test_a_text_that_is_right_but_for_the_order_of_its_roundings_is_no_mutant() -> None:
-    """No logit is beyond 30, so a sum of exponentials needs no maximum; without a cap it overflows."""
+    """With the cap, no logit exceeds 30, so a sum of exponentials needs no maximum. Without the cap, the sum
+    overflows."""
     name = "'logsumexp(logits, -1)' as 'log(exp(logits).sum(-1))'"
     capped, free = spec_of("softcap_cross_entropy"), spec_of("partial_cross_entropy")
     for spec in (capped, free):
@@ -218,7 +219,8 @@ def test_a_maximum_that_begins_at_zero_is_seen_where_all_is_far_below_it() -> No
 
 @pytest.mark.parametrize("seed", [4, 8])
 def test_the_ends_of_a_range_tell_comparisons_apart(seed: int) -> None:
-    """By these seeds no target was 0 while that was left to chance; and what never differs is no mutant."""
+    """With these seeds, random targets contained no 0, so this mutant never differed and did not count.
+    Drawing both ends of the range makes the mutant differ."""
     spec = spec_of("partial_cross_entropy")
     (moved,) = [m for m in mutants(spec) if m.name == "'target >= 0' as 'target > 0'"]
     trial = MutationSample.of(spec, at(spec) | {"M": 300}, seed, "normal")
@@ -226,7 +228,7 @@ def test_the_ends_of_a_range_tell_comparisons_apart(seed: int) -> None:
 
 
 def test_a_text_that_says_the_same_is_no_mutant() -> None:
-    """A mean over heads of 32 columns, at sizes at which they have 32."""
+    """At these sizes, heads have 32 columns, so a mean over H=32 columns is the original mean."""
     spec = spec_of("qk_norm_rope")
-    names = [m.name for m in mutants(spec) if "as if over H=32" in m.name]  # as P is
+    names = [m.name for m in mutants(spec) if "as if over H=32" in m.name]  # P is 32 too
     assert names and not set(names) & set(weak_spots(spec, at(spec, H=3, P=16) | {"M": 64}))
