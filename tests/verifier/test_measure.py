@@ -65,7 +65,7 @@ class Workers:
         }
         self.gpu = "NVIDIA H100"
         self.speedup = 1.5
-        self.gain = 1.1  # over the incumbent
+        self.gain = 1.1  # the speedup over the incumbent
         self.kept: list[KernelCase | None] = []
         self.races: list[Benchmark] = []
         self.chosen: Iterator[int] = itertools.repeat(128)
@@ -388,8 +388,8 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
 
 
 def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, workers: Workers) -> None:
-    """The incumbent's report of another day lacks schedules that today's search adds. Without these
-    schedules, the edit would be judged by its schedules, not by its text."""
+    """The incumbent's report of another day lacks schedules that today's search adds. If only the incumbent
+    ran on these schedules, the schedules would decide, not the texts."""
     program = program_of(spec, TOY_KERNEL)
     today = [SCHEDULE | {"swizzle": 16}, SCHEDULE | {"cluster_m": 2, "cluster_n": 2, "split": True}]
     usual = workers.answers[tune]

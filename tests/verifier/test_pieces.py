@@ -145,7 +145,8 @@ def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) ->
     found: list[object] = []
 
     def left(identity: Identity = made, options: MeasureOptions = USUAL, protocol: int = PROTOCOL) -> object:
-        """Return the kept piece that a measurement finds; then cut the measurement off."""
+        """Start a measurement and cut it off at once; return the kept piece that the measurement found, or
+        None."""
         with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr("coda_agent.verifier.report.PROTOCOL", protocol)
             with resumed(options, False, said.append) as keep:

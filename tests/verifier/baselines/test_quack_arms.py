@@ -294,8 +294,8 @@ Races = list[tuple[str, list[Any]]]
 
 @pytest.fixture
 def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Races:
-    """Return the list of races, with the stage and the schedules of each. The schedule with the widest
-    swizzle wins a race; among equals, the last one wins."""
+    """Fake the races of schedules; return a list that records the stage and the schedules of each race. The
+    schedule with the widest swizzle wins; among equals, the last one wins."""
     races: Races = []
 
     def race(

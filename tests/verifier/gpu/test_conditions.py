@@ -28,7 +28,7 @@ REASONS = {
 
 
 class FakeNvml(ModuleType):
-    """NVML for a GPU whose clock falls, on a machine that withholds the GPU's temperature."""
+    """A fake NVML: a GPU whose clock falls, on a machine that withholds the GPU's temperature."""
 
     class NVMLError(Exception):
         pass

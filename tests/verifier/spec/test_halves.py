@@ -1,6 +1,6 @@
 """Which parts of a product's columns a program can compute.
 
-Checkpoints store two weights as halves of one. A program can compute such halves: it gathers a weight's rows
+A program can separate halves of a weight, as checkpoints store them. To do so, it gathers the weight's rows
 by a product with computed ones and zeros. Other parts are ranges of columns, whose width must be static.
 """
 
