@@ -1,5 +1,5 @@
-"""What every test stands on: caches and runs in a directory of this session's own, gone afterwards, and an
-ear in every process that hears whether a candidate's source runs outside the jail."""
+"""Fixtures and hooks of all tests. Caches and runs are in a directory of this session, which is removed at
+the end. Every process is watched: if a candidate's source runs outside the jail, the session fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 from checkout import ROOT, SUPPORT
 from commanding import Command, Done
 
-# The caches of ours, QuACK, Triton and PyTorch: each would otherwise be in the user's home or in /tmp.
+# The caches of coda-agent, QuACK, Triton and PyTorch. By default they are in the user's home or in /tmp.
 CACHES = {
     "CODA_AGENT_CACHE": "coda-agent",
     "QUACK_CACHE_DIR": "quack",
@@ -30,7 +30,7 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
 AUDIT = SUPPORT / "audit"
-LONGEST = (  # files of more than about half a minute, the longest first
+LONGEST = (  # files that take more than about half a minute, longest first
     "test_sweep_on_ray",
     "test_cheats",
     "test_functional",
@@ -53,29 +53,30 @@ PASSED: dict[tuple[object, ...], dict[str, Any]] = {}  # the interpret gate's fi
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before xdist starts its workers, which inherit the environment and so share one cache and one audit."""
+    """Prepare the environment before xdist starts its workers. The workers inherit it, so all share one cache
+    and one audit."""
     gc.disable()  # until all modules are imported
-    importlib.import_module("setuptools")  # first, since Inductor cannot import it after distutils
+    importlib.import_module("setuptools")  # first, because Inductor cannot import it after distutils
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     session = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="coda-agent-tests-"))
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(session / name))
     os.environ["CODA_AGENT_RUNS"] = str(session / "runs")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a thousand processes would compile the project
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of 1,000 processes compiles the project
     sys.dont_write_bytecode = False
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
-    )  # workers side by side: PyTorch's threads would wait in turn
-    # in the process itself: a pool would import PyTorch first, for kernels of a few lines
+    )  # the workers use all cores already, so PyTorch's threads would wait for each other
+    # Inductor compiles in the process itself: a pool's processes would first import PyTorch, for tiny kernels
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # Tests kill the heads of clusters. Ray would end this process a minute later.
+    # Tests kill the heads of Ray clusters. By default Ray would end this process a minute later.
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"  # noqa: SIM112  (Ray's name)
     _watch_candidates(session / "audit")
 
 
 def _watch_candidates(directory: Path) -> None:
-    """In this process, and by a sitecustomize in every Python that it starts."""
+    """Watch for candidates in this process and, by a sitecustomize, in every Python that it starts."""
     sys.path.append(str(AUDIT))
     import candidate_watch
 
@@ -87,12 +88,12 @@ def _watch_candidates(directory: Path) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files begin first: one that began last would end alone, while other cores wait."""
+    """Start the longest files first. A long file that starts last would run alone while other cores wait."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish() -> None:
-    """All modules are imported, and stay: no garbage collection looks at their millions of objects."""
+    """Exclude the imported modules from garbage collection: they stay, and have millions of objects."""
     if "typer" in sys.modules:
         _parse_commands_once()
     gc.freeze()
@@ -100,7 +101,8 @@ def pytest_collection_finish() -> None:
 
 
 def _parse_commands_once() -> None:
-    """Typer reads the signatures of all commands at each call, which takes longer than most commands."""
+    """Make typer read the signatures of all commands once. It reads them at each call, which takes longer
+    than most commands."""
     import typer.main
     import typer.testing
 
@@ -110,7 +112,7 @@ def _parse_commands_once() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A candidate that ran outside the jail fails the session, whatever the tests say."""
+    """Fail the session if a candidate ran outside the jail, even if all tests passed."""
     if SESSION in session.config.stash:
         import candidate_watch
 
@@ -129,7 +131,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    # Else nanobind takes what is left for leaks. At the end: pytest collects garbage five times before.
+    # Without unfreezing, nanobind would report the remaining objects as leaks. Unfreeze at exit, because
+    # pytest collects garbage five times before.
     atexit.register(gc.unfreeze)
     if SESSION in config.stash:
         shutil.rmtree(config.stash[SESSION], ignore_errors=True)
@@ -142,14 +145,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def runs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place for runs that is this test's own."""
+    """Give the test its own folder for runs; return the folder."""
     monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    """The file of a small spec."""
+    """Write a small spec; return its path."""
     from authoring import write_toy
 
     return write_toy(tmp_path)
@@ -157,7 +160,7 @@ def spec(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes the file of a kernel for it."""
+    """Return a function that writes a kernel file for the small spec and returns the file's path."""
 
     def write(source: str) -> Path:
         path = tmp_path / "toy.py"
@@ -169,8 +172,8 @@ def kernel(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def fresh_workers() -> None:
-    """End the workers that earlier files' tests started: a worker keeps the environment, and so the cache and
-    the import path, of its start."""
+    """End the workers that the tests of earlier files started. A worker keeps the environment of its start,
+    and so the cache and the import path."""
     from coda_agent.primitives.system import workers
 
     for worker in workers._workers:
@@ -179,8 +182,8 @@ def fresh_workers() -> None:
 
 @pytest.fixture
 def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check has a third of the interpreter's runs, by the test's name; with --thorough all. A corpus of
-    kernels meets runs of every kind."""
+    """Give each check a third of the interpreter's runs, chosen by the test's name; all with --thorough. The
+    many tests of a corpus of kernels together use all runs."""
     from coda_agent.verifier.numerics import cpu_numerics
 
     if not request.config.getoption("thorough"):
@@ -190,7 +193,8 @@ def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def some_compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One check in six compiles, on one of two schedules, by the test's name; with --thorough all do."""
+    """Let one check in six compile, on one of two schedules. The test's name decides. With --thorough, every
+    check compiles."""
     from coda_agent.primitives.compiler.probe_schedules import PROBES
 
     if request.config.getoption("thorough"):
@@ -208,7 +212,7 @@ def _turn(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def told_resources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compile gate's compiler gives the same account of every program, at once."""
+    """Make the compile gate report the same resources for every program, without compiling."""
     from authoring import resources
 
     import coda_agent.primitives.runtime.compile
@@ -219,7 +223,7 @@ def told_resources(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's verdict on a program that passed stands for later tests of the process."""
+    """Do not interpret a program again that passed in an earlier test of this process; reuse its figures."""
     from coda_agent.primitives.system import deadline
     from coda_agent.verifier import verify
     from coda_agent.verifier.numerics import cpu_numerics
@@ -239,14 +243,14 @@ def interpreted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, told_resources: None, interpreted_once: None) -> None:
-    """No compiler runs. The gates before it are real, but on the same inputs each time."""
+    """Run no compiler. The gates before the compile gate are real, but draw the same inputs each time."""
     seeds = itertools.count(1)
     monkeypatch.setattr("coda_agent.verifier.verify.secrets.randbits", lambda bits: next(seeds))
 
 
 @pytest.fixture
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine's says where and how Claude is asked."""
+    """Remove this machine's key, address, model and proxies for requests to Claude."""
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "CODA_AGENT_MODEL", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
@@ -254,7 +258,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key, no GPU, and lines long enough that words are not broken."""
+    """Remove the API key, hide the GPU, and make output lines so long that no words are broken."""
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -263,7 +267,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """``agent.cli.main.main`` in this process."""
+    """Return a function that runs ``agent.cli.main.main`` in this process."""
     from coda_agent.agent.cli import main
 
     def run(*arguments: object) -> Done:
@@ -279,7 +283,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def where(request: pytest.FixtureRequest) -> Any:
-    """Where a test of fused runs: on a GPU if a module of tests/gpu collected it."""
+    """Return where a test of ``fused`` runs: on the GPU if a file of tests/gpu collected it, else on CPU."""
     import layer_parts
 
     return layer_parts.GPU if request.path.parent == ROOT / "tests" / "gpu" else layer_parts.CPU
@@ -287,7 +291,7 @@ def where(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def nothing_beside() -> Iterator[None]:
-    """No command of these tests writes into the checkout."""
+    """Check that the test creates nothing in the checkout's root, except caches and coverage data."""
     before = set(os.listdir(ROOT))
     yield
     assert set(os.listdir(ROOT)) - before <= {".cache", ".coverage", "__pycache__"}

@@ -1,4 +1,4 @@
-"""The layer with a derived backward, interpreted: its gradients are the plain layer's."""
+"""Tests of the layer with a derived backward. In the interpreter, its gradients equal the plain layer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed page of derived backwards says what the code derives today."""
+"""Tests that the committed page of derived backwards shows what the code derives today."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_operator_s_rows_are_today_s(name: str) -> None:
 def test_no_derived_backward_has_more_steps_or_bytes_than_by_hand() -> None:
     for each in ledger.by_hand():
         (steps, moved), (own, less) = each.hand(), each.ours()
-        assert own <= steps and less < 1.0001 * moved, each.kernel  # 0.01%: a vector of the rows
+        assert own <= steps and less < 1.0001 * moved, each.kernel  # 0.01% allows for a vector over rows
     assert all(row in LINES for row in ledger.hand_rows())
 
 
@@ -59,14 +59,18 @@ def test_the_derived_layer_moves_less() -> None:
         assert float(row[5].rstrip("%")) >= 8 and float(row[3].rstrip("%")) > 6.5
 
 
-# By the hand-authored kernels' own specs
+# Check derived backwards by the specs of hand-authored kernels
 
 
 def cut_out(
     program: Program, spec: Spec, outputs: Mapping[str, int], inputs: Mapping[str, str], scale: str = ""
 ) -> Program:
-    """Some values of a derived program, as the spec names inputs and outputs. ``scale``: the input that is
-    -rstd * rstd * s there."""
+    """Return a program with the spec's signature that computes some values of the derived ``program``.
+
+    ``outputs``: the node that each output of the spec names. ``inputs``: the spec's names of inputs that have
+    another name in ``program``. ``scale``: the input of ``program`` that the spec's inputs give as
+    -rstd * rstd * s.
+    """
     needed, pending = set[int](), list(outputs.values())
     while pending:
         index = pending.pop()
@@ -90,7 +94,8 @@ def cut_out(
 
 
 def operand(program: Program, gradient: str, place: int) -> int:
-    """A product's operand, behind its transpose."""
+    """Return the node of an operand of the product that computes ``gradient``. If the operand is a transpose,
+    return the node that is transposed."""
     index = program.outputs[gradient]
     while program.nodes[index].op != "gemm":
         index = program.nodes[index].args[0]
@@ -152,5 +157,5 @@ def test_a_derived_backward_passes_the_hand_authored_kernels_gates(
     by_hand = Program.from_json((ROOT / "generated_kernels" / f"{kernel}.program.json").read_text())
     made, sizes = part(spec), spec.cases[0].sizes
     assert len(cut(made).gemms) == len(cut(by_hand).gemms)
-    assert roofline(made, sizes).bytes < 1.001 * roofline(by_hand, sizes).bytes  # a vector of the rows
+    assert roofline(made, sizes).bytes < 1.001 * roofline(by_hand, sizes).bytes  # for a vector over rows
     assert check_program(spec, made) is None

@@ -1,4 +1,4 @@
-"""The benchmark of checks on a cluster: its kernels, and what it predicts from their pieces."""
+"""Tests of the benchmark of checks on a cluster: the kernels, and the time predicted from their pieces."""
 
 from __future__ import annotations
 

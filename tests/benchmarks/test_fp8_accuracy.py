@@ -1,4 +1,4 @@
-"""The benchmark of accuracy in fp8, at a small shape."""
+"""Tests of the benchmark of fp8 accuracy, at a small shape."""
 
 from __future__ import annotations
 

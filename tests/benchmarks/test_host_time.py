@@ -1,4 +1,4 @@
-"""The benchmark of host time, without a GPU, by a clock that no load of the machine changes."""
+"""Tests of the benchmark of host time, without a GPU. Their clock does not depend on the machine's load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks import host_time
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The benchmark's clock counts the calls that Python makes, of functions and of builtins."""
+    """Make the benchmark's clock count the calls of Python functions and of builtins."""
     made = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:

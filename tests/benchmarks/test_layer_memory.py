@@ -1,4 +1,4 @@
-"""The page has the table that the benchmark of a layer's memory counts."""
+"""Tests of the benchmark of a layer's memory: its table is on the page, and a patched layer uses less."""
 
 from __future__ import annotations
 

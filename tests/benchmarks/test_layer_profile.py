@@ -1,4 +1,4 @@
-"""The profile of the layer's backward: traces, groups, budget and page, on traces that are made here."""
+"""Tests of the profile of the layer's backward, on synthetic traces: parsing, groups, time budget, page."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 
 
 class Tape:
-    """A Chrome trace as torch.profiler writes it, with microseconds of rest before each kernel."""
+    """Build a Chrome trace like those of torch.profiler. The GPU is idle for ``rest`` microseconds before
+    each kernel."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
@@ -122,7 +123,7 @@ class Tape:
 
 
 def profile() -> dict[str, Any]:
-    """What the stages ``kernels`` and ``operators`` give, of synthetic traces."""
+    """Return the results that the stages ``kernels`` and ``operators`` have for the synthetic traces."""
     tape, shaped = Tape(), Tape()
     for slower in (1.0, 1.1):
         tape.region(OURS, slower=slower)
@@ -195,7 +196,7 @@ def test_kernels_are_grouped_by_what_they_compute() -> None:
         ("finish of dqkv @ Wqkv", PASSES),
     ]
     first, *_, attention, _, triton, norm, _ = rows
-    assert len(first.names) == 2 and first.taken[0] == pytest.approx(661.5)  # with the gap inside
+    assert len(first.names) == 2 and first.taken[0] == pytest.approx(661.5)  # with the gap between the two
     assert [row.share.flops for row in rows[8:11]] == [None, 5 * T * 2048 * D, None]
     assert attention.share.flops and triton.share.bytes == 2 * (T * D + 3 * T * D)
     assert norm.share.flops == 6 * T * D * D and norm.bound == pytest.approx(6 * T * D * D / 640e6)
@@ -229,7 +230,7 @@ def test_our_parts_are_those_of_the_programs() -> None:
     parts = benches.backward_parts(shape, kernels)
     assert [(p["place"], p["kind"]) for p in parts] == [(p["place"], p["kind"]) for p in PARTS]
     assert parts[0]["flops"] == 2 * T * D * F and parts[2]["kernel"] == parts[4]["kernel"]
-    # A store of dz and of act, z, dy and Wd: what SwiGLU's backward cannot do without.
+    # SwiGLU's backward must write dz and act, and read z, dy and Wd.
     assert parts[0]["bytes"] >= 2 * (T * 5 * F + T * D + D * F)
 
 
@@ -273,7 +274,7 @@ class Clock:
 
 
 class Fake:
-    """The stages of a width, each of which takes so many seconds."""
+    """Fake stages of a width. Each stage takes ``seconds`` on ``clock``; the stage ``broken`` fails."""
 
     def __init__(self, clock: Clock, seconds: float, broken: str = "") -> None:
         self.clock, self.seconds, self.broken = clock, seconds, broken
@@ -375,7 +376,7 @@ def test_a_page_of_nothing_measured_says_why(tmp_path: Path) -> None:
 
 
 class Launches(benches.Backward):
-    """A backward that launches one kernel, slower each time."""
+    """A backward that launches one kernel. The kernel takes longer in each call."""
 
     tape = Tape()
 
@@ -404,7 +405,7 @@ def test_the_first_turns_are_dropped_and_arms_kept_apart(monkeypatch: pytest.Mon
         (kernel,) = found[name]["kernels"]
         assert kernel["name"] == f"kernel of {name}" and found[name]["dropped"] == 0
         assert len(kernel["microseconds"]) == benches.KEPT
-        assert kernel["microseconds"][0] > 3 * 2 * 4  # at least three turns of both arms came before
+        assert kernel["microseconds"][0] > 3 * 2 * 4  # after three turns of two arms, of four events each
     assert [row[0]["name"] for row in made.operators()["operators"].values()] == [
         f"kernel of {name}" for name in made.names
     ]

@@ -1,4 +1,4 @@
-"""The benchmark of decoding, with a tiny model and without a GPU."""
+"""Tests of the benchmark of decoding, with a tiny model and without a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_decoder_computes_what_the_model_does() -> None:
 
 def test_a_replay_s_own_logits_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(step: Any) -> Any:
-        """A graph whose replays write other logits than the steps before it."""
+        """Return a fake graph. Its replay runs the step, then overwrites the step's logits with zeros."""
         return lambda: (step(), step.__self__.last.zero_())
 
     monkeypatch.setattr(serving, "ARMS", (serving.FUSED, serving.FUSED + serving.GRAPH))
@@ -49,7 +49,7 @@ def test_a_replay_s_own_logits_are_compared(tmp_path: Path, monkeypatch: pytest.
 
 def test_each_arm_is_timed_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = (serving.PLAIN, serving.FUSED)
-    monkeypatch.setattr(serving, "ARMS", (*arms, serving.FUSED + serving.GRAPH))  # which needs a GPU
+    monkeypatch.setattr(serving, "ARMS", (*arms, serving.FUSED + serving.GRAPH))  # a graph needs a GPU
     out, page = tmp_path / "found.json", tmp_path / "page.md"
     serving.measure("qwen3", 600, out, "cpu", (1, 3), **TINY)
     for times in json.loads(out.read_text())["qwen3"]["batches"].values():

@@ -1,4 +1,4 @@
-"""The search for schedules inside a training step, with made-up times."""
+"""Tests of the search for schedules inside a training step, with made-up times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHIPPED = Schedule(128, 224, False, 2, 1)
 
 
 def searched(times: step_schedules.Times) -> list[Choice]:
-    """The trials of a search in which "up" is fastest on the last tile and "down" on the first."""
+    """Return the trials of a search in which "up" is fastest with the last tile and "down" with the first."""
     step = SimpleNamespace(times=times, places=lambda: [(place, "") for place in PLACES])
     made = list[Choice]()
     for choice in step_schedules.trials(cast(Any, step)):

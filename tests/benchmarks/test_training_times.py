@@ -1,4 +1,4 @@
-"""The benchmark of training, with a tiny model and without a GPU."""
+"""Tests of the benchmark of training, with a tiny model and without a GPU."""
 
 from __future__ import annotations
 

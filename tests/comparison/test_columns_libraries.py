@@ -1,7 +1,8 @@
-"""The libraries' columns without a GPU: each entry against its spec's reference, at tiny sizes.
+"""Tests of the compared libraries without a GPU: each entry against its spec's reference, at tiny sizes.
 
-Halves apart run as they are, without the compiler. Liger's own kernels run in Triton's interpreter, in a
-process of its own. FlashInfer and upstream CODA, which do not run without a GPU, are in another file.
+PyTorch's formulations with separate halves run without Inductor. Liger's own kernels run in Triton's
+interpreter, in a separate process. FlashInfer and upstream CODA need a GPU; test_columns_played.py tests
+them.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ TEN = {
     "gemm_residual_rmsnorm_bwd",
     "gemm_swiglu_bwd",
 }
-Told = dict[str, dict[str, dict[str, float]]]  # of each spec: losses, extra and counted
+Told = dict[str, dict[str, dict[str, float]]]  # by spec: the dicts "losses", "extra" and "counted"
 LIBRARIES = {"Liger": liger, "FlashInfer": flashinfer, "upstream CODA": upstream}
-GIVEN = {  # of the outputs: what a library does not give, or gives another number for
+GIVEN = {  # the compared outputs, if a library lacks some outputs or computes another number instead
     ("Liger", "gemm_residual_partial_rmsnorm"): {"h", "rstd"},
     ("Liger", "gemm_residual_partial_layernorm"): {"h", "mean", "rstd"},
     ("Liger", "gemm_residual_rmsnorm_bwd"): {"dgamma", "hn"},
@@ -74,8 +75,12 @@ def case(name: str) -> tuple[Spec, Given]:
 
 
 def losses(name: str, entry: Implementation, *, half: bool = False) -> dict[str, float]:
-    """Each given output's error relative to the reference's rms, of the second of two calls: what the first
-    left must not show. A wrong shape is an error of infinity. ``half``: fp16 in place of bf16."""
+    """Return each compared output's error relative to the reference's RMS. A wrong shape is an infinite
+    error.
+
+    The outputs come from a second call, which must not depend on what the first call left behind. ``half``:
+    use fp16 instead of bf16.
+    """
     spec, given = case(name)
     if half:
         given = in_half(given)
@@ -105,23 +110,23 @@ def wanted(library: str, name: str) -> set[str]:
 
 def check(library: str, name: str, found: Mapping[str, float]) -> None:
     assert found.keys() == wanted(library, name)
-    assert all(loss < 0.01 for loss in found.values()), found  # bf16 rounds at 0.002, a few times
+    assert all(loss < 0.01 for loss in found.values()), found  # a few roundings to bf16, of about 0.002
 
 
 def flops(call: Callable[[], object]) -> int:
-    """Of the products that it makes."""
+    """Count the floating-point operations of the matrix products in ``call``."""
     with FlopCounterMode(display=False) as counter:
         call()
     return int(counter.get_total_flops())
 
 
 def flops_wanted(name: str) -> int:
-    """Of the products that the spec's own formulation makes."""
+    """Count the floating-point operations of the matrix products in the spec's own formulation."""
     spec, given = case(name)
     return flops(eager(spec, given.inputs, given.sizes))
 
 
-# ── What there is ─────────────────────────────────────────────────────────────────────────────────────────
+# ── Entries and reasons for their absence ─────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -149,7 +154,7 @@ def test_what_differs_from_the_spec_stands_in_the_note(library: str) -> None:
             assert "PyTorch scales x's rows first" in entry.note
 
 
-# ── Halves apart ──────────────────────────────────────────────────────────────────────────────────────────
+# ── PyTorch with separate halves ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", apart.FORMULATIONS)
@@ -195,7 +200,8 @@ def test_an_arm_with_halves_apart_is_compiled_as_its_name_says(
 
 
 def test_every_spec_that_a_library_gets_with_halves_apart_pytorch_gets_so_too() -> None:
-    """Else a library would be compared with PyTorch on a layout that nobody keeps for it."""
+    """Otherwise a library would be compared with PyTorch in the interleaved layout, which no PyTorch user
+    would choose."""
     assert {name for name, entry in liger.ENTRIES.items() if "apart" in entry.note} <= set(apart.FORMULATIONS)
     assert all("before timing" in formulation.note for formulation in apart.FORMULATIONS.values())
     for arm in (EAGER_APART, APART, APART_AUTOTUNE):
@@ -215,7 +221,8 @@ def test_an_unknown_mode_is_refused() -> None:
 def test_rows_are_scaled_by_one_compiled_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For all three libraries, which have no row scale: what PyTorch adds to them is as good as it can be."""
+    """None of the three libraries can scale rows, so PyTorch does it for them, in the fastest way: one
+    compiled pass."""
     compiled: list[Any] = []
 
     def fused(function: Any) -> Any:
@@ -238,7 +245,7 @@ def test_rows_are_scaled_by_one_compiled_pass(
 
 @pytest.fixture(scope="module")
 def interpreted() -> Told:
-    """What ``main`` prints, in a process where Triton interprets and nothing is compiled."""
+    """Return what ``main`` prints in a process in which Triton interprets and torch.compile is disabled."""
     paths = os.pathsep.join(filter(None, [PYTHONPATH, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": paths}
     done = subprocess.run(
@@ -262,7 +269,8 @@ def test_ligers_calls_make_the_specs_products_and_no_more(name: str, interpreted
 
 
 WEIGHT, TURNED = ("w",), ("w", "tables")
-ARRANGED = {  # inputs of which Liger has a copy in its own layout; of layer norm a beta, as long as gamma
+# Inputs that Liger copies into its own layout. For layer norm, gamma stands for a beta of the same size.
+ARRANGED = {
     "gemm_swiglu": WEIGHT,
     "gemm_rmsnorm_swiglu": WEIGHT,
     "gemm_rmsnorm_swiglu_fp16": WEIGHT,
@@ -290,15 +298,18 @@ def test_what_liger_keeps_in_its_own_layout_is_told_apart_from_what_a_call_holds
 
 
 def _as_compiled() -> None:
-    """The interpreter has none of CUDA's own functions, so Triton's stand for the two that Liger takes; and
-    it leaves floats as they are, which the compiler makes fp32 scalars."""
+    """Make Triton's interpreter compute what the compiler computes.
+
+    The interpreter lacks the two CUDA functions that Liger calls, so Triton's functions replace them. The
+    compiler turns Python floats into fp32 scalars; the interpreter is patched to do the same.
+    """
     import numpy as np
     import triton.language as tl
     from liger_kernel.ops import fused_add_rms_norm, geglu, layer_norm, rms_norm
     from triton.runtime import interpreter
 
     for module in (fused_add_rms_norm, layer_norm, rms_norm):
-        module.rsqrt = lambda x: tl.rsqrt(x)  # looked up late: the interpreter swaps it
+        module.rsqrt = lambda x: tl.rsqrt(x)  # the interpreter replaces tl.rsqrt later
     geglu.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
     for module in (liger, apart):
         vars(module)["fused"] = lambda function: function
@@ -314,8 +325,8 @@ def _as_compiled() -> None:
 
 
 def main() -> None:
-    """Every entry of Liger's: its losses, what it gives in place of a log-sum-exp, and what was counted. In
-    fp16, because the interpreter multiplies two numbers in bf16 wrongly."""
+    """Print as JSON, for each entry of Liger's: the losses, the error of the result that replaces a
+    log-sum-exp, and the counts. Inputs are fp16, because the interpreter multiplies bf16 numbers wrongly."""
     _as_compiled()
     found: Told = {}
     for name, entry in liger.ENTRIES.items():

@@ -1,5 +1,5 @@
-"""Where the libraries of the columns run: the environment of upstream CODA's worker and its tuner's races,
-the toolkit that FlashInfer builds with, and what arms keep outside the clock."""
+"""Tests of the processes in which the compared libraries run: upstream CODA's environment and tuner, the
+CUDA toolkit that FlashInfer builds with, and the work and memory that arms have outside the timing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from coda_agent.verifier.baselines.quack_epilogue import fused
 ITEM = 2  # bytes of bf16
 
 
-# ── What a quick look leaves out, and what upstream's figures are of ──────────────────────────────────────
+# ── The arms that --quick leaves out, and the packages of upstream CODA's figures ─────────────────────────
 
 
 def test_what_a_quick_look_leaves_out_stands_in_its_help_and_in_the_docs() -> None:
@@ -53,7 +53,7 @@ def test_what_a_quick_look_leaves_out_stands_in_its_help_and_in_the_docs() -> No
 
 
 def test_figures_of_upstreams_are_of_the_versions_that_it_pins() -> None:
-    """Another QuACK or CuTeDSL in its environment makes them stale."""
+    """If upstream CODA's environment gets another QuACK or CuTeDSL, upstream CODA's figures are stale."""
     (column,) = (column for column in COLUMNS if column.name == UPSTREAM)
     assert set(column.packages) == {"coda-kernels", *tuner.PINNED}
 
@@ -77,7 +77,8 @@ def test_the_pinned_versions_pass_and_a_missing_one_is_named(monkeypatch: pytest
 
 
 class Event:
-    """A clock on which each call takes a millisecond."""
+    """Stands in for torch.cuda.Event. The time in milliseconds is ``Event.calls``, which fake kernels
+    advance."""
 
     calls = 0
 
@@ -100,7 +101,8 @@ class Graph:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CUDA's clock and graphs, played: what is captured is the calls since the last synchronisation."""
+    """Replace CUDA's events and graphs. Replaying a graph takes as long as the calls between the last two
+    synchronisations."""
     Event.calls = 0
     mark = [0]
 
@@ -132,13 +134,13 @@ def test_a_race_is_thirty_calls_of_long_ones_fewer_and_goes_round_the_sets(
     numbers = range(sets)
     given = [(n,) for n in numbers], [{"out": -n} for n in numbers], {"config": "tile"}
     assert tuner.time_configs(kernel, *given, quantiles=(0.5, 0.2, 0.8)) == [milliseconds] * 3
-    assert len(seen) == 2 + calls and set(seen) == set(numbers)  # two that tell how long one takes
+    assert len(seen) == 2 + calls and set(seen) == set(numbers)  # first, two calls measure a call's time
     assert tuner.time_configs(kernel, *given) == milliseconds
 
 
 @pytest.fixture
 def quacks(no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """QuACK's own tuner, shortened; what it says is left in ``heard``."""
+    """Return QuACK's module ``autotuner``, patched by ``tuner.shorten``. Progress reports are discarded."""
     from quack import autotuner
     from quack.bench import bench_utils
     from quack.cache import async_compile
@@ -150,7 +152,7 @@ def quacks(no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
         (autotuner.Autotuner, "check_disk_cache"),
         (async_compile.CompilePool, "poll"),
     ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # monkeypatch will restore it
     assert autotuner._bench_cuda_graph_l2_rotate is bench_utils._bench_cuda_graph_l2_rotate
     monkeypatch.setattr(autotuner, "_gpu_warmup", lambda: None)
     monkeypatch.setenv("QUACK_CACHE_AUTOTUNING", "1")
@@ -161,7 +163,7 @@ def quacks(no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
 
 
 def tuned(quacks: Any, kernel: Callable[..., None], configs: Iterable[int]) -> Any:
-    """As in a process of its own."""
+    """Return a new tuner of ``kernel``, as a new process would create it."""
     made = [quacks.AutotuneConfig(config=n) for n in configs]
     return quacks.autotune(configs=made, cache_results=False)(kernel)
 
@@ -180,14 +182,15 @@ def test_quacks_own_tuner_races_so_says_so_and_keeps_what_it_chose(
     first, x = tuned(quacks, _kernel, (3, 1, 2)), torch.zeros(4)
     first(x)
     assert first.best_config.kwargs == {"config": 1} and first.given is None
-    assert heard == [f"kernel, try {n}" for n in range(1, 7)]  # all three, and all three in the final
+    assert heard == [f"kernel, try {n}" for n in range(1, 7)]  # three in the first round, three in the final
     calls.clear()
-    tuned(quacks, _kernel, (3, 1, 2))(x)  # as in another process
+    tuned(quacks, _kernel, (3, 1, 2))(x)  # a new tuner, as in another process
     assert calls == [1]
 
 
 def test_the_fastest_few_are_raced_again_in_full_and_one_of_them_is_chosen(quacks: Any) -> None:
-    """The first race finds a schedule too fast that comes after a pause."""
+    """The first round overestimates the speed of a schedule that runs after a pause. The final round corrects
+    this."""
     calls: Counter[int] = Counter()
 
     def _kernel(x: torch.Tensor, config: int) -> None:
@@ -269,7 +272,8 @@ def touched(*paths: Path) -> None:
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvcc that calls another's in bin, two whole toolkits, and one without a runtime."""
+    """Install fake toolkits below ``tmp_path``: a wrapper nvcc in ``bin``, two complete toolkits, and a
+    toolkit without a runtime library. Return ``tmp_path``."""
     root = tmp_path / "local"
     touched(root / "bin" / "nvcc", root / "cuda-13.2" / "bin" / "nvcc")
     for name in ("cuda-12.9", "cuda-13.0"):
@@ -290,7 +294,7 @@ def test_the_newest_toolkit_that_can_be_linked_with_is_taken(system: Path) -> No
     assert os.environ["CUDA_HOME"] == str(home)
     assert os.environ["LIBRARY_PATH"] == str(home / "lib64" / "stubs")
     assert os.environ["FLASHINFER_CUDA_ARCH_LIST"] == "9.0a"
-    assert os.environ["PATH"].split(os.pathsep)[-1] == str(Path(sys.executable).parent)  # ninja's
+    assert os.environ["PATH"].split(os.pathsep)[-1] == str(Path(sys.executable).parent)  # has ninja
 
 
 def test_a_toolkit_of_the_users_is_kept_if_it_is_whole(system: Path) -> None:
@@ -305,7 +309,7 @@ def test_a_toolkit_of_the_users_is_kept_if_it_is_whole(system: Path) -> None:
 
 def test_a_driver_that_left_its_numbered_name_alone_can_be_linked_with(system: Path) -> None:
     touched(system / "driver" / "libcuda.so.1")
-    for _ in range(2):  # the second time the link is there
+    for _ in range(2):  # the second time, the link already exists
         toolkit.prepare.__wrapped__()
     link = system / "cache" / "libcuda" / "libcuda.so"
     assert os.environ["LIBRARY_PATH"].split(os.pathsep)[0] == str(link.parent)
@@ -335,7 +339,7 @@ def test_a_failed_build_is_told_by_its_last_words(monkeypatch: pytest.MonkeyPatc
         flashinfer._entry(fails("CUDA error: of another kind")).build(given)
 
 
-# ── What is kept outside the clock ────────────────────────────────────────────────────────────────────────
+# ── Work and memory outside the timing ────────────────────────────────────────────────────────────────────
 
 
 def test_operands_in_a_librarys_own_layout_are_no_memory_of_a_call() -> None:
@@ -371,7 +375,8 @@ def test_a_finishing_pass_is_compiled_for_each_shape_once(monkeypatch: pytest.Mo
 
 
 def test_a_pass_for_more_shapes_than_a_code_object_keeps_stays_static() -> None:
-    """Twelve shapes: PyTorch keeps eight results of one code object, and makes the second dynamic."""
+    """Twelve shapes are enough: for one code object, PyTorch keeps only eight compiled results, and it
+    compiles the second shape as dynamic."""
     seen: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

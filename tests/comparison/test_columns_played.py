@@ -1,5 +1,6 @@
-"""FlashInfer's and upstream CODA's columns without a GPU: PyTorch plays their functions, so that what is
-tested is what they are given, what a call does beside them, and how their outputs are read."""
+"""Tests of FlashInfer's and upstream CODA's entries without a GPU. PyTorch replaces the functions of both
+libraries. So the tests cover the functions' arguments, the other work of a call, and the reading of outputs.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def _dswiglu_backward(pre_act: Tensor, grad_out: Tensor, grad_pre: Tensor) -> Te
 
 
 def _gemm_rope(A: Tensor, B: Tensor, pos: Tensor, freq: Tensor, out: Tensor) -> Tensor:
-    """The package turns by the negative of the angle; an even column's frequency is its pair's."""
+    """Rotate by the negative of the angle, as the package does. The frequency of an even column is its
+    pair's."""
     torch.mm(A, B, out=out)
     angle = pos[:, None] * freq[0::2]
     _turn(out, angle.cos(), -angle.sin())
@@ -160,7 +162,7 @@ def test_flashinfer_is_given_and_read_as_the_spec_says(name: str, played: None) 
 def test_flashinfer_adds_and_norms_in_its_one_kernel(
     name: str, played: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after PyTorch has added, in a pass more: that is how it is used, and what its stream is for."""
+    """PyTorch must not add the residual in an additional pass: users of FlashInfer call its fused kernel."""
     called: list[str] = []
     norms = sys.modules["flashinfer.norm"]
     for kernel in ("rmsnorm", "fused_add_rmsnorm"):
@@ -174,7 +176,7 @@ def test_flashinfer_adds_and_norms_in_its_one_kernel(
 def test_flashinfers_calls_are_a_product_its_kernels_and_nothing_else(
     name: str, played: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the pass that scales x's rows, which its note owns up to."""
+    """The only exception is the pass that scales x's rows. The entry's note states this pass."""
 
     class Launched(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,7 @@
-"""A comparison's course: what is measured, what is kept, what is stale, and what a broken column stops.
+"""Tests of a comparison's run: which sessions are measured, which results are stale, and what happens if an
+arm fails.
 
-The workers are stood in for, and give figures; tests/gpu has real ones.
+Fake workers return the figures; tests/gpu uses real workers.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def test_what_is_there_is_not_measured_again(gpu: Machine, tmp_path: Path) -> No
         COMPILE,
         LIGER,
         OWN_TUNER,
-    )  # a 70B model's row may have no room for all
+    )  # the memory may be too small for all arms in a row of a 70B model
     assert gpu.sat == [(None, ours), ("/other/python", (REFERENCE_ARM, UPSTREAM))] * 2
     gpu.sat.clear()
     assert measure(asked(processes=2), read(path), never) == first and not gpu.sat
@@ -102,7 +103,7 @@ def test_a_changed_kernel_makes_its_own_cells_stale(gpu: Machine, monkeypatch: p
     again = measure(asked(), first, lambda made: None)
     assert gpu.sat == [(None, (REFERENCE_ARM, PROGRAM))]
     found = cells(again)[HUMAN]
-    assert isinstance(found, Cell) and found.indirect  # it never sat with the new kernel
+    assert isinstance(found, Cell) and found.indirect  # never in a session with the new kernel
 
 
 def test_another_version_of_a_library_is_another_column(
@@ -118,7 +119,8 @@ def test_another_version_of_a_library_is_another_column(
 def test_what_was_another_for_a_while_is_measured_again(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the table shows and what counts as measured are the same: of a library, a torch, a question."""
+    """A library, torch, a reference arm or a row's question changes, and changes back. The row is measured
+    again each time, and the table shows the new figures."""
     versions = {"liger-kernel": "0.8.5", "torch": "1.0"}
     monkeypatch.setattr(keys, "version", lambda name: versions.get(name, "1.0"))
     found = measure(asked(), Results(), kept_nowhere)
@@ -161,7 +163,7 @@ def test_what_is_another_since_has_no_figures_until_it_is_measured(
     versions["torch"] = "2.0"
     with pytest.raises(OutOfTime):
         measure(asked("gemm_swiglu", "gemm_rope", seconds=1.0), kept[-1], kept.append)
-    waits = lines(kept[-1])[-1]  # what all are compared through is another, too
+    waits = lines(kept[-1])[-1]  # the reference arm has changed, too
     assert waits.cells[LLM] == Empty(f"{PROGRAM}: {CHANGED}") and isinstance(waits.cells[MATMUL], Cell)
 
 
@@ -205,10 +207,10 @@ def test_a_broken_column_says_so_and_stops_nothing(gpu: Machine) -> None:
     found = measure(asked("gemm_swiglu", "gemm_rope", processes=2), Results(), lambda made: None)
     assert [line.cells[LIGER] for line in lines(found)] == [Empty(f"{LIGER}: ValueError: no such width")] * 2
     assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(found))
-    assert sum(LIGER in arms for _, arms in gpu.sat) == 2  # once a row, not in every process
+    assert sum(LIGER in arms for _, arms in gpu.sat) == 2  # once per row, not in every process
     gpu.broken, gpu.sat = {}, []
     assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found
-    assert not gpu.sat  # it would fail again
+    assert not gpu.sat  # the failed arm would fail again
     mended = measure(asked("gemm_swiglu", "gemm_rope", processes=2, again=True), found, kept_nowhere)
     assert gpu.sat == [(None, (REFERENCE_ARM, LIGER))] * 4
     assert all(isinstance(line.cells[LIGER], Cell) for line in lines(mended))
@@ -230,7 +232,7 @@ def test_an_reference_arm_that_is_left_alone_is_not_kept(gpu: Machine) -> None:
     (session,) = measure(asked(arms=(EAGER,)), Results(), kept_nowhere).sessions
     assert not session.arms and set(session.failed) == {EAGER}
     (session,) = measure(asked(arms=(REFERENCE_ARM,)), Results(), kept_nowhere).sessions
-    assert set(session.arms) == {REFERENCE_ARM}  # which was asked for
+    assert set(session.arms) == {REFERENCE_ARM}  # kept alone, because it was requested
 
 
 def test_why_a_column_cannot_be_tried_is_kept_though_nobody_sat(
@@ -247,7 +249,7 @@ def test_each_environment_imports_while_the_other_sits(gpu: Machine) -> None:
     measure(asked(processes=2), Results(), kept_nowhere)
     opened = [(seat.python, seat.ahead) for seat in gpu.opened]
     assert opened.count(("/other/python", workers.APART_AHEAD)) == 2
-    assert gpu.ready[0] == len(opened)  # both of each environment, and the ceilings' and the compilers'
+    assert gpu.ready[0] == len(opened)  # two of each environment, the ceilings', the compilers'
 
 
 def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
@@ -258,8 +260,8 @@ def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
         ("gemm_rope", 0),
         ("gemm_rope", 1),
     ]
-    assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)  # the ceilings', one a session
-    assert gpu.ready == [5, 5, 5, 5]  # the next three are at their imports then
+    assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)  # the ceilings', one per session
+    assert gpu.ready == [5, 5, 5, 5]  # the workers of the next three sessions are already importing
 
 
 def test_whoever_waits_hears_how_many_sessions_are_left(gpu: Machine) -> None:
@@ -271,13 +273,14 @@ def test_whoever_waits_hears_how_many_sessions_are_left(gpu: Machine) -> None:
 
 def test_not_all_of_a_comparison_imports_at_once(gpu: Machine) -> None:
     measure(asked(processes=6, arms=(EAGER,)), Results(), kept_nowhere)
-    assert gpu.ready == [5, 6, 7, 7, 7, 7]  # the ceilings', its own and three
+    assert gpu.ready == [5, 6, 7, 7, 7, 7]  # the ceilings' worker, the session's own, and three more
 
 
 def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In two processes; it is timed again where the other has become another."""
+    """With two processes, the slower arm is left out of the second process. If the faster arm changes, the
+    slower arm is timed again."""
     wanted = asked(processes=2, arms=(COMPILE, MAX_AUTOTUNE, OWN_TUNER, OUR_SEARCH))
     monkeypatch.setitem(SPEEDS, OUR_SEARCH, 1.02 * SPEEDS[OWN_TUNER])
     monkeypatch.setitem(SPEEDS, MAX_AUTOTUNE, 1.04 * SPEEDS[COMPILE])
@@ -287,7 +290,7 @@ def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
     cell = cells(found)["torch.compile"]
     assert isinstance(cell, Cell) and (cell.arm, cell.processes) == (COMPILE, 2)
     assert measure(wanted, found, never) == found
-    monkeypatch.setitem(keys.PACKAGES, COMPILE, ("torch",))  # not triton's any more
+    monkeypatch.setitem(keys.PACKAGES, COMPILE, ("torch",))  # triton's version no longer counts
     measure(wanted, found, kept_nowhere)
     assert [arms for _, arms in gpu.sat[2:]] == [
         (REFERENCE_ARM, COMPILE),
@@ -300,11 +303,11 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     found = measure(wanted, Results(), kept_nowhere)
     ours = (PROGRAM, EAGER, COMPILE, LIGER, OWN_TUNER)
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
-    assert gpu.ready[0] == 8  # the ceilings' worker, the compilers', its own, the next three, the others' two
+    assert gpu.ready[0] == 8  # workers: ceilings, compilers, this session, the next three, two elsewhere
     assert all(seat.ahead == workers.AHEAD for seat in gpu.opened if seat.python is None)
     assert "coda_agent.comparison.competitors.ahead" in workers.AHEAD
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
-    gpu.compiler_dies = True  # each arm tells of what it cannot compile
+    gpu.compiler_dies = True  # then each arm reports its own compile errors
     assert len(measure(wanted, Results(), kept_nowhere).sessions) == len(found.sessions)
 
 
@@ -317,8 +320,8 @@ def test_who_is_lost_ahead_of_its_session_keeps_no_other_row_from_being_tuned(gp
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
     for row in ("gemm_swiglu 1B", "gemm_rope 1B"):
         assert (row, "failed ahead of time: a schedule wrote astray") in said
-    assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(made))  # who tunes when it sits
-    gpu.gone = True  # nobody is blamed for a GPU that is
+    assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(made))  # it tunes in its session instead
+    gpu.gone = True  # no arm is blamed for a lost GPU
     with pytest.raises(Lost, match="ECC"):
         measure(wanted, Results(), kept_nowhere)
     assert len(gpu.tuned) == 3
@@ -353,7 +356,7 @@ def test_an_interrupted_comparison_goes_on(gpu: Machine, tmp_path: Path) -> None
     gpu.interrupted_at = -1
     gpu.opened.clear()
     whole = measure(asked(processes=2), read(path), lambda made: write(path, made))
-    assert not gpu.opened[0].ahead  # to say the name of a GPU takes no imports
+    assert not gpu.opened[0].ahead  # a worker can name the GPU without imports
     assert len(gpu.sat) == 4 and [s.process for s in whole.sessions] == [0, 0, 1, 1]
 
 
@@ -398,13 +401,14 @@ def test_a_layer_is_a_row_too(gpu: Machine) -> None:
     assert line.operator == LAYER_FORWARD and line.cells[MATMUL] == Empty("it has no layer")
     flops = 2 * 16384 * 2048 * (4 * 2048 + 3 * 5632) + 2 * 8 * 2048**2 * 2048
     assert line.roofline == pytest.approx(flops / H100["tensor"] * 1e3, rel=1e-5)
-    assert found.sessions[0].arms[FUSED].key.count("text ") == 2  # any of its programs makes it another
+    assert found.sessions[0].arms[FUSED].key.count("text ") == 2  # the key depends on both programs
     (both,) = rows.choose_rows((LAYER_BOTH,), ("1B",), everything=False, quick=False)
     assert both.least(H100) == pytest.approx(3 * flops / H100["tensor"], rel=1e-5)
 
 
 def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
-    """Another program of the backward does not make its figures stale, and none is compiled for it."""
+    """So a changed backward program does not make the forward's figures stale, and the forward's session
+    compiles no backward kernel."""
     forward, both = rows.choose_rows((LAYER_FORWARD, LAYER_BOTH), ("1B",), everything=False, quick=False)
     assert (len(forward.made_of(FUSED)), len(both.made_of(FUSED))) == (2, 4)
     assert forward.made_of(PROGRAM) == [] and forward.absent(PROGRAM) == "it has no layer"
@@ -413,7 +417,7 @@ def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
 def test_the_usual_rows() -> None:
     usual = rows.choose_rows((), (), everything=False, quick=False)
     assert len([row for row in usual if row.case.startswith("square")]) == 9
-    assert len([row for row in usual if row.case in ("1B", "7B", "70B")]) == 36  # with layers
+    assert len([row for row in usual if row.case in ("1B", "7B", "70B")]) == 36  # including layers
     for row in usual:
         if row.case.startswith("square"):
             n = int(row.case.split()[1])
@@ -430,7 +434,8 @@ def test_the_usual_rows() -> None:
 
 
 def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> None:
-    """Nothing is known of other sizes; but of an edited text, on which schedules it is right."""
+    """At sizes without tuned schedules, a program comes without any. An edited kernel comes with the
+    schedules on which it was found correct."""
     spec = load(rows.SPECS / "gemm_residual_partial_rmsnorm.yaml")
     program, edited = (kernels.accepted_kernel(spec, edited=edited) for edited in (False, True))
     assert program and edited

@@ -1,4 +1,4 @@
-"""A comparison's charts, from made-up lines: what is drawn of them, and where."""
+"""Tests of a comparison's charts, drawn from made-up rows: texts, colours, and positions of bars and dots."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_charts_are_valid_and_the_same_when_drawn_again(found: list[TableRow]) -
 
 
 def drawn_words(made: Sequence[TableRow], name: str) -> list[str]:
-    """The texts of a chart, which matplotlib draws as outlines and names in comments."""
+    """Return the texts of a chart. Matplotlib draws a text as outlines and puts the text into a comment."""
     return re.findall(r"<!-- (.*?) -->", draw(made)[name].decode(), re.DOTALL)
 
 
@@ -88,7 +88,7 @@ def test_matplotlib_is_imported_only_to_draw() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ── Where it is drawn ─────────────────────────────────────────────────────────────────────────────────────
+# ── Positions ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def axes(made: Sequence[TableRow], name: str) -> Any:
@@ -97,7 +97,7 @@ def axes(made: Sequence[TableRow], name: str) -> Any:
 
 
 def dots(made: Sequence[TableRow]) -> dict[str, Any]:
-    """Matplotlib's lines of a roofline chart, by column."""
+    """Return matplotlib's lines of a roofline chart, by column."""
     shapes = {shape: name for name, shape in charts.SHAPES.items()}
     return {
         shapes[one.get_marker()]: one for one in axes(made, "roofline").lines if one.get_marker() in shapes
@@ -133,7 +133,7 @@ def test_bars_are_as_high_as_their_ratios_in_a_table_of_47_rows() -> None:
     inch = (
         drawn.get_position().height * figure.get_figheight() / abs(drawn.get_ylim()[1] - drawn.get_ylim()[0])
     )
-    assert bar.get_height() * inch >= 0.9 * 7 / 72  # of 7 points
+    assert bar.get_height() * inch >= 0.9 * 7 / 72  # in inches: 7 points are 7/72
     assert figure.get_figheight() < 40
 
 
@@ -161,5 +161,5 @@ def test_where_dots_coincide_a_cross_is_above_a_diamond_and_a_ring_above_both() 
     found = dots([line("1B", ratios={name: same for name in charts.COLOURS if name != LLM})])
     over = {name: drawn.get_zorder() for name, drawn in found.items()}
     assert all(over[LLM] > over[FLASHINFER] > over[name] for name in over if name not in (LLM, FLASHINFER))
-    for name in (LLM, FLASHINFER, MATMUL):  # through which what is below is seen
+    for name in (LLM, FLASHINFER, MATMUL):  # hollow, so that markers below stay visible
         assert found[name].get_markerfacecolor() == "none"

@@ -1,4 +1,4 @@
-"""``coda-agent compare`` itself, on a GPU that is stood in for, and without one."""
+"""Tests of the command ``coda-agent compare``, with a fake GPU and without a GPU."""
 
 from __future__ import annotations
 
@@ -169,20 +169,20 @@ def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_p
 
 
 def test_what_is_committed_is_drawn_from_its_results(command: Callable[..., Any], tmp_path: Path) -> None:
-    """Tables cannot drift from the samples, and charts and page are drawn from them."""
+    """Redrawing the committed samples gives the committed tables and pages, and nearly the same charts."""
     there, first = ROOT / "docs" / "comparison", ROOT / "docs" / "results.md"
     for page in (first, ROOT / "README.md"):
         drawn = tmp_path / page.name
         drawn.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
         if page == first:
             assert command("--from", there, "--out", tmp_path, "--write", drawn)[0] == 0
-        else:  # as the command does, but the charts are drawn once
+        else:  # what the command writes, without drawing the charts again
             markdown.write(drawn, read(there / "results.json"))
         again = f"run: coda-agent compare --from docs/comparison --out docs/comparison --write {page}"
         assert drawn.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), again
     drawn, kept = (at / "table.md" for at in (tmp_path, there))
     assert drawn.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8"), again
-    for chart in ("speedup.svg", "roofline.svg"):  # fonts may differ in a hair's breadth
+    for chart in ("speedup.svg", "roofline.svg"):  # other fonts may move coordinates slightly
         now, then = ([float(n) for n in NUMBER.findall((at / chart).read_text())] for at in (tmp_path, there))
         assert len(now) > 1000 and now == pytest.approx(then, abs=0.1), again
 
@@ -297,7 +297,7 @@ def test_where_ratios_are_to_be_written_is_looked_at_before_anything_is_measured
 def test_two_comparisons_at_once_measure_one_after_the_other(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what the first has measured is not lost, nor measured again."""
+    """The second comparison keeps the results of the first, and does not measure them again."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     words = ("--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch", "--processes", 1)

@@ -1,5 +1,5 @@
-"""The basis of a comparison's figures: which sessions a cell is made of, what counts as a win, whose kernels
-the human ones are, and which rows a claim is about."""
+"""Tests of the basis of a comparison's figures: which sessions a cell uses, what counts as a win, who wrote
+the human kernels, and which rows a claim covers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TWO = (0, 1)
 
 
 def cell(name: str, *sessions: Session) -> Cell:
-    """A column's in the row that sessions are of."""
+    """Return the cell of column ``name`` in the one row that the sessions belong to."""
     (found,) = lines(Results(sessions=sessions))
     made = found.cell(name)
     assert made is not None, found.cells[name]
@@ -72,7 +72,7 @@ def empty(name: str, *sessions: Session) -> bool:
 
 
 def layer(arms: dict[str, ArmResult], process: int = 0) -> Session:
-    """A session of a whole layer, whose reference arm is eager PyTorch."""
+    """Return a session of a whole layer. Its reference arm is eager PyTorch."""
     return Session(
         operator=LAYER_BOTH,
         case="7B",
@@ -87,15 +87,15 @@ def layer(arms: dict[str, ArmResult], process: int = 0) -> Session:
 
 
 def drawn_words(made: Sequence[TableRow], name: str = "speedup.svg", told: str = "") -> list[str]:
-    """The texts of a chart, which matplotlib draws as outlines and names in comments."""
+    """Return the texts of a chart. Matplotlib draws a text as outlines and puts the text into a comment."""
     return re.findall(r"<!-- (.*?) -->", draw(made, told)[name].decode(), re.DOTALL)
 
 
-# ── What a cell is made of ────────────────────────────────────────────────────────────────────────────────
+# ── The sessions of a cell ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_session_beside_another_reference_arm_is_not_counted() -> None:
-    """An reference arm of another version was another yardstick."""
+    """Arms are compared through the reference arm, so sessions with different versions of it do not mix."""
     old = session({REFERENCE_ARM: arm(1.0, key="0"), PROGRAM: arm(4.0), COMPILE: arm(9.0)})
     new = session({PROGRAM: arm(2.0)}, process=1)
     assert cell(LLM, old, new).milliseconds == pytest.approx(2.0)
@@ -103,7 +103,7 @@ def test_a_session_beside_another_reference_arm_is_not_counted() -> None:
 
 
 def test_a_session_of_another_question_is_not_counted() -> None:
-    """A spec that has changed asks for something else, of an arm that is the same too."""
+    """If a spec changes, its old figures do not count, even those of an unchanged arm."""
     failed = {LIGER: ArmFailure(key="1", reason="no such width")}
     old = session({PROGRAM: arm(4.0), COMPILE: arm(9.0)}, question="before", failed=failed)
     new = session({PROGRAM: arm(2.0)}, process=1)
@@ -127,7 +127,7 @@ def test_a_cell_has_the_worst_error_and_peak_of_all_processes_and_the_time_betwe
 
 
 def test_the_fastest_arm_is_so_beside_the_reference_arm_and_not_by_the_clock() -> None:
-    """Arms that sat in different processes, of which the first was twice as slow."""
+    """The two arms were measured in different processes, and the first process was twice as slow."""
     slow = session({REFERENCE_ARM: arm(2.0), COMPILE: arm(3.8), PROGRAM: arm(4.0)})
     fast = session({MAX_AUTOTUNE: arm(2.0), PROGRAM: arm(2.0)}, process=1)
     assert cell(COMPILE, slow, fast).arm == COMPILE
@@ -135,7 +135,8 @@ def test_the_fastest_arm_is_so_beside_the_reference_arm_and_not_by_the_clock() -
 
 
 def test_a_ratio_says_how_many_processes_it_rests_on() -> None:
-    """And not how many sessions, of which the reference arm has one more where some sat apart, or again."""
+    """Sessions would be the wrong count: the reference arm has additional sessions for arms that were
+    measured in another environment or measured again."""
     together = [session({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(3)]
     apart = [session({UPSTREAM: arm(2.2)}, process=process) for process in TWO]
     again = [session({OWN_TUNER: arm(2.1)}, process=0)]
@@ -145,7 +146,7 @@ def test_a_ratio_says_how_many_processes_it_rests_on() -> None:
     }  # fmt: skip
     assert found[UPSTREAM].indirect and found[HUMAN].indirect and not found[MATMUL].indirect
     without = [session({COMPILE: arm(2.6)}, process=process) for process in TWO]
-    assert cell(MATMUL, *without, *apart).processes == 2  # of its own time, where no kernel is an LLM's
+    assert cell(MATMUL, *without, *apart).processes == 2  # without an LLM's kernel, of the matmul's time
 
 
 # ── One process decides nothing ───────────────────────────────────────────────────────────────────────────
@@ -221,7 +222,7 @@ def test_whole_layers_are_summed_apart_from_operators() -> None:
     assert [tally.name for tally in against(made[1:], COMPILE).totals] == ["all layers"]
 
 
-# ── A time that cannot be ─────────────────────────────────────────────────────────────────────────────────
+# ── Impossible times ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("percent", [4, 6])
@@ -238,7 +239,7 @@ def test_a_time_below_the_roofline_is_noted_and_decides_nothing(percent: int) ->
     for sheet in (times, errors):
         noted = [dict(notes)[number] for number in sheet.rows[0][2][place].notes]
         assert any(text.startswith(note) for text in noted) is doubted
-    assert sum(text.startswith(note) for _, text in notes) == doubted  # no bare matmul is among them
+    assert sum(text.startswith(note) for _, text in notes) == doubted  # the bare matmul is not noted
     told = against(found, COMPILE)
     (every,) = told.totals
     assert every.rows[0].outcome == ("undecided" if doubted else "loss")
@@ -251,7 +252,7 @@ def test_a_time_below_the_roofline_is_noted_and_decides_nothing(percent: int) ->
 
 def test_where_the_llms_own_time_cannot_be_no_ratio_decides() -> None:
     ratios = {HUMAN: (1.5, 1.4, 1.6)}
-    for own, outcome in ((1.04, "win"), (1.07, "undecided")):  # its kernel takes 1 ms
+    for own, outcome in ((1.04, "win"), (1.07, "undecided")):  # the LLM's kernel takes 1 ms
         made = line("7B", ratios=ratios, roofline=own)
         hidden = replace(made, cells={HUMAN: made.cells[HUMAN]})
         for seen in (made, hidden):
@@ -261,7 +262,7 @@ def test_where_the_llms_own_time_cannot_be_no_ratio_decides() -> None:
     assert [f.verdict for f in findings([slow]) if f.rows] == ["undecided"]
 
 
-# ── Whose kernels ─────────────────────────────────────────────────────────────────────────────────────────
+# ── Who wrote the kernels ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_kernel_that_we_composed_of_quacks_operators_says_so() -> None:
@@ -272,7 +273,7 @@ def test_a_kernel_that_we_composed_of_quacks_operators_says_so() -> None:
         "gemm_rmsnorm_partial_cross_entropy",
         "gemm_residual_rmsnorm_bwd",
     }
-    assert not composed("gemm_fp8_row_scale")  # QuACK has nothing for it
+    assert not composed("gemm_fp8_row_scale")  # QuACK has nothing for this operator
     for name in ("gemm_rmsnorm", "gemm_rope"):
         spec = load(rows.SPECS / f"{name}.yaml", check=False)
         for each in LIBRARY_ARMS:
@@ -346,7 +347,7 @@ def test_the_claim_of_rmsnorms_backward_is_about_weights_that_are_square() -> No
     assert [(usual[case]["K"], usual[case]["N"]) for case in claim.cases] == [(2048, 2048), (4096, 4096)]
 
 
-# ── What is said beside the figures ───────────────────────────────────────────────────────────────────────
+# ── Texts beside the figures ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

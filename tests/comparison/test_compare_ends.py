@@ -1,4 +1,4 @@
-"""How a comparison ends early, or does not: arms and workers that are lost, time that is up, a GPU gone."""
+"""Tests of comparisons that end early or continue: after a lost arm, worker or GPU, or when time is up."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_reference_arm_that_dies_ends_its_row_and_not_the_run(gpu: Machine) -
     operators, layer = lines(found)[:-1], lines(found)[-1]
     why = f"{PROGRAM}: {REFERENCE_ARM}: crashed: {REFERENCE_ARM} wrote astray"
     assert [line.cells[LLM] for line in operators] == [Empty(why)] * 2
-    assert isinstance(layer.cells[LIGER], Cell)  # its reference arm is another
+    assert isinstance(layer.cells[LIGER], Cell)  # layers have another reference arm
     gpu.sat.clear()
     assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found and not gpu.sat
 
@@ -70,13 +70,13 @@ def test_a_worker_lost_before_its_first_arm_ends_the_row_alone(
     found = measure(asked("gemm_swiglu", "gemm_swiglu_bwd"), Results(), lambda made: write(path, made))
     assert len(gpu.sat) == 4 and found == read(
         path
-    )  # the reference arm never sat again with nobody beside it
+    )  # the reference arm was never measured again in a session of its own
     column = LLM if python is None else UPSTREAM
     for line in lines(found):
         empty = line.cells[column]
         assert isinstance(empty, Empty) and "inputs and truth: out_of_memory" in empty.reason
         assert isinstance(line.cells[LLM if python else UPSTREAM], Cell)
-        assert isinstance(line.cells[MATMUL], Cell)  # it sat in one of the two
+        assert isinstance(line.cells[MATMUL], Cell)  # measured in the other environment
     gpu.crowded, gpu.sat = set(), []
     assert measure(asked("gemm_swiglu", "gemm_swiglu_bwd"), found, never) == found and not gpu.sat
 
@@ -100,7 +100,7 @@ def test_a_bug_of_ours_is_told_at_the_end(gpu: Machine, monkeypatch: pytest.Monk
 
 
 def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
-    """Once it is back, whatever did not sit does."""
+    """When the GPU is back, the missing sessions are measured."""
     kept: list[Results] = []
 
     def keep(made: Results) -> None:
@@ -112,14 +112,15 @@ def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
         measure(wanted, Results(), keep)
     assert len(kept[-1].sessions) == 1 and not kept[-1].failed()
     gpu.gone = False
-    assert len(measure(wanted, kept[-1], kept_nowhere).sessions) == 6  # CODA's package has no such rotation
+    assert len(measure(wanted, kept[-1], kept_nowhere).sessions) == 6  # CODA's package has no gemm_rope
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_worker_that_cannot_begin_is_no_arms_fault(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
-    """But of that environment, whose column it is."""
+    """If the worker belongs to the environment of CODA's package, only that column has no figures. Otherwise
+    the comparison stops."""
     kept: list[Results] = [Results()]
     usual = gpu.ask
 
@@ -144,7 +145,8 @@ def test_a_worker_that_cannot_begin_is_no_arms_fault(
 def test_what_is_lost_on_the_clock_is_found_by_halves(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, arm: str, column: str
 ) -> None:
-    """Whoever it is, the model's kernel or a rival: others keep their figures, and nobody is tried again."""
+    """The arm at fault may be the model's kernel or a rival. Other arms keep their figures, and no arm is
+    measured again."""
     usual = gpu.ask
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
@@ -167,7 +169,8 @@ def test_what_is_lost_on_the_clock_is_found_by_halves(
 def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An arm that had a whole budget; where another session was before it, it has another try."""
+    """An arm fails only if it had the whole budget. If another session used a part of the budget, the arm
+    gets another try."""
     usual, slow, kept = gpu.ask, {"gemm_swiglu"}, [Results()]
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
@@ -194,7 +197,8 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
 
 
 def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler has half of them; where it took that long, whoever sits compiles for himself."""
+    """Compiling ahead gets half of the seconds. If that is too little, each session compiles its own
+    kernels."""
     left: list[tuple[bool, float]] = []
     usual = gpu.ask
 
@@ -214,7 +218,7 @@ def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pyte
 
 
 def test_a_process_that_finds_caches_is_expected_to_take_less(gpu: Machine) -> None:
-    gpu.seconds, gpu.prepared = 260.0, 40.0  # of each of six arms
+    gpu.seconds, gpu.prepared = 260.0, 40.0  # of a session; of each of its six arms
     kept = [measure(asked(), Results(), kept_nowhere)]
     wanted = asked("gemm_rope", processes=3, arms=ARMS[:-2], seconds=500.0)
     with pytest.raises(OutOfTime):
@@ -259,7 +263,7 @@ def test_what_takes_longer_than_a_budget_is_begun_first_or_it_never_would(gpu: M
 
 
 def test_a_row_is_expected_to_take_what_its_like_took(gpu: Machine) -> None:
-    """Not what CODA's own package took to tune, nor a layer."""
+    """The slow tuning of CODA's own package and the time of a layer do not count for an operator's row."""
     gpu.seconds, gpu.slow = 50.0, {UPSTREAM: 400.0, LAYER_FORWARD: 300.0}
     rows_, arms = ("gemm_swiglu", LAYER_FORWARD), (EAGER, COMPILE, UPSTREAM)
     found = measure(asked(*rows_, arms=arms), Results(), kept_nowhere)

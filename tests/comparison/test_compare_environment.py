@@ -1,4 +1,4 @@
-"""The environment of CODA's own package, made for real, with a small package in its place."""
+"""Tests of the environment for CODA's own package. It is really created, with a small package instead."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from coda_agent.verifier.gpu.worker import Worker
 
 pytestmark = pytest.mark.slow
 
-NAME, VERSION = "typer", "0.0.1"  # one that this project has too, in another version
+NAME, VERSION = "typer", "0.0.1"  # this project has another version of the package
 versions = environment.versions
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where pip finds that package and nothing else."""
+    """Return the only folder in which pip looks for packages."""
     folder = tmp_path_factory.mktemp("index")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIP_NO_INDEX", "1")
@@ -42,7 +42,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def installed(index: Path) -> str:
-    """Its interpreter."""
+    """Create the environment and return its interpreter."""
     publish(index)
     assert environment.python() is None
     return environment.install()
@@ -65,7 +65,7 @@ def purelib(python: str) -> Path:
 def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None:
     assert environment.python() == installed
     assert versions(installed, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
-    (purelib(installed) / "tests.pth").write_text(f"{SUPPORT}\n")  # a worker's task is there
+    (purelib(installed) / "tests.pth").write_text(f"{SUPPORT}\n")  # has the worker's task
     with Worker(python=installed) as worker:
         answer = worker.ask(worker_tasks.environment_of, NAME, patience=60.0)
     assert answer == {"own": VERSION, "torch": torch.__version__}
@@ -73,7 +73,8 @@ def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None
 
 @pytest.fixture
 def carried(installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Its interpreter on another machine: nothing that its paths lead to is there, nor a network."""
+    """Return the interpreter of a copy of the environment, as if on another machine: the environment's paths
+    lead nowhere, and pip finds no package."""
     whence = environment.folder()
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -95,7 +96,7 @@ def test_one_that_was_carried_is_set_on_what_is_there_without_a_network(carried:
         "coda-agent compare --install repairs it"
     )
     assert environment.install() == carried
-    versions.cache_clear()  # another process asks
+    versions.cache_clear()  # as in another process
     assert versions(carried, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
 
 

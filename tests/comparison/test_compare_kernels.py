@@ -1,4 +1,4 @@
-"""Which kernels of a model's a comparison takes, and what it says of those that it cannot take."""
+"""Tests of which kernels of a model a comparison measures, and of the reasons if a kernel is left out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ELSEWHERE = (
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with another CuTeDSL."""
+    """Pretend that another version of CuTeDSL is installed."""
 
     def there(name: str) -> str:
         return "9.9" if name == "nvidia-cutlass-dsl" else version(name)
@@ -51,11 +51,11 @@ def asked(*names: str) -> ComparisonRequest:
     ("name", "why"),
     [
         ("gemm_swiglu", f"{ELSEWHERE}; its CuTeDSL was not edited"),
-        ("gemm_swiglu_bwd", ELSEWHERE),  # and so is its edited text
+        ("gemm_swiglu_bwd", ELSEWHERE),  # its edited text has the same reason
     ],
 )
 def test_a_kernel_of_other_versions_says_so(gpu: Machine, elsewhere: None, name: str, why: str) -> None:
-    """It is accepted: only that text, and no other, was measured."""
+    """Other versions may lower the program to another text, but only the accepted text was measured."""
     (line,) = lines(measure(asked(name), Results(), lambda made: None))
     assert line.cells[LLM] == Empty(why) and isinstance(line.cells[TORCH], Cell)
 

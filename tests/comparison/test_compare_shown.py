@@ -1,4 +1,4 @@
-"""How a comparison is shown, from made-up results: figures by hand, reasons, hostile text."""
+"""Tests of how a comparison is shown, with made-up results: figures by hand, reasons, hostile text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ NEAR = 1e-9
 
 
 def hand() -> Results:
-    """One row in two processes: the LLM's kernel takes 2 ms, and the others multiples of it."""
+    """Return one row, measured in two processes. The LLM's kernel takes 2 ms, so ratios are easy to check."""
     arms = {
         PROGRAM: arm(
             2.0, losses={"y": Loss(relative=1e-3, yardsticks=1.25), "s": Loss(relative=1e-7, yardsticks=1.5)}
@@ -87,7 +87,7 @@ def shown(whole: Results) -> str:
 
 
 def rows(text: str, title: str) -> list[list[str]]:
-    """The cells of a Markdown table under its title, without its headings' rule."""
+    """Return the cells of the Markdown table below ``title``, without the rule below its headings."""
     under = text.split(f"**{title}**\n")[1].split("\n**")[0]
     return [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
@@ -210,7 +210,7 @@ def test_markdown_says_what_was_computed_by_hand() -> None:
     assert times[0] == ["operator", "case", *(c.name for c in COLUMNS), "roofline"]
     assert column(times, LLM) == ["2.000"]
     assert column(times, HUMAN) == ["**1.900** <sup>4, 5</sup>"]  # QuACK (our search), weight transposed
-    assert column(times, MATMUL) == ["1.000"]  # the least, but it does less
+    assert column(times, MATMUL) == ["1.000"]  # the least time is not bold: a matmul alone does less
     assert column(times, "roofline") == ["0.8000"]
     assert column(ratios, COMPILE) == ["1.300 [1.300, 1.300]"]
     assert column(ratios, HUMAN) == ["0.950 [0.950, 0.950]"]
@@ -296,13 +296,13 @@ def test_the_error_table_has_notes_and_says_that_outputs_may_be_fewer() -> None:
     text = markdown(hand())
     assert column(rows(text, "Error against fp64"), HUMAN) == ["1.01 <sup>4, 5</sup>"]
     assert column(rows(text, "Peak memory, MiB"), HUMAN) == ["5.0"]
-    assert page(hand(), {}).count(">4</a>, <a") == 2  # of the times, and of the errors: not 45
+    assert page(hand(), {}).count(">4</a>, <a") == 2  # once for times, once for errors; not as 45
     under = text.split("**Error against fp64**")[1].split("|")[0]
     assert "Notes name outputs that a column does not compute." in under
 
 
 def test_bold_is_said_to_be_the_fastest_of_the_columns_shown() -> None:
-    """Which the LLM's kernel may be faster than, where it is not shown."""
+    """If the LLM's kernel is not shown, it may be faster than the column in bold."""
     results = Results(sessions=(session({PROGRAM: arm(1.5), OWN_TUNER: arm(2.0)}),))
     text = markdown(results, (HUMAN, MATMUL))
     assert column(rows(text, "Milliseconds"), HUMAN) == ["**2.000**"]
@@ -341,7 +341,7 @@ def test_markdown_shows_hostile_text_as_it_is() -> None:
 
 
 class Tags(HTMLParser):
-    """Every element with its attributes; fails on one that is closed out of turn."""
+    """Collect every element with its attributes. Fail if elements are not closed in order."""
 
     VOID = {"meta", "br", "hr", "link", "img"}
 
@@ -366,7 +366,7 @@ class Tags(HTMLParser):
 
 
 def assert_alone(text: str) -> None:
-    """No script, nothing from elsewhere, and every name once."""
+    """Assert that a page has no script, loads nothing from elsewhere, and has each id only once."""
     tags = Tags(text)
     assert not {tag for tag, _ in tags.seen} & {
         "script",
@@ -409,7 +409,7 @@ def test_the_page_has_all_that_was_measured(shown: str) -> None:
 
 
 def rules(text: str) -> dict[str, str]:
-    """The declarations of the page's style, by selector."""
+    """Return the declarations of the page's style sheet, by selector."""
     style = text.split("<style>")[1].split("</style>")[0]
     found: dict[str, str] = {}
     for selectors, declared in re.findall(r"([^{}]+)\{([^{}]*)\}", style):
@@ -429,7 +429,7 @@ def test_on_a_narrow_window_tables_scroll_and_all_else_wraps(shown: str) -> None
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_a_browser_scrolls_no_page_sideways(shown: str, tmp_path: Path) -> None:
-    """In a frame, as windows have a least width; every part is open."""
+    """The page is in a frame, because a window cannot be narrow enough. All folded parts are open."""
     text = re.sub(r"<meta http-equiv[^>]*>", "", shown).replace("<details>", "<details open>")
     told = (
         "<script>onload = () => { const page = document.documentElement; parent.document.title = "
@@ -457,7 +457,7 @@ def test_the_page_escapes_hostile_text() -> None:
 
 def test_the_terminal_has_times_ratios_and_reasons_within_its_width(whole: Results) -> None:
     told = printed(whole, "measuring [red]gemm_rope[/red]")
-    # Above a table that may be longer than the screen; as it is, not as markup.
+    # The message is above the table, which may be longer than the screen. It is not read as markup.
     assert told.startswith("measuring [red]gemm_rope[/red]\n")
     assert f"\n2 {comparison.FLASHINFER_REASON}" in told and "hidden size 8192 | <none>" in told
     assert "1.12†‡" in told and "…" not in told.split("swiglu_bwd")[1].split("\n")[0]

@@ -1,6 +1,6 @@
-"""A comparison on several GPUs: rows by GPU, GPUs that are lost, and rows that begin anew elsewhere.
+"""Tests of a comparison on several GPUs: one GPU per row, lost GPUs, and rows that start again elsewhere.
 
-The GPUs are stood in for, as in test_compare.py; the slots are this process's threads.
+The GPUs are fake, as in test_compare.py. The slots are threads of this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 @pytest.fixture
 def slots(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeSlot, FakeSlot]:
-    """Two GPUs, of which one works at a time, since they share the machine that stands in for them."""
+    """Return the slots of two GPUs. Only one GPU works at a time, because both share one fake machine."""
     turn = threading.Lock()
 
     def act(task: Task, argument: Any, progress: Progress) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def pool(*slots: FakeSlot) -> Pool:
 
 
 def by_row(results: Results) -> dict[str, set[str]]:
-    """The GPUs of each operator's sessions."""
+    """Return the GPUs of each operator's sessions."""
     found: dict[str, set[str]] = {}
     for session in results.sessions:
         found.setdefault(session.operator, set()).add(session.conditions[spread.UUID])
@@ -77,7 +77,7 @@ def test_a_lost_gpu_s_row_begins_anew_on_another(gpu: Machine, slots: tuple[Fake
             nonlocal stages
             progress(gate, words)
             stages += gate == STAGE
-            if stages == 3:  # the ceilings, the row's definition, and its first session
+            if stages == 3:  # after the ceilings, the row's definition, and its first session
                 first.lost = True
                 raise SlotLost("its node has gone")
 

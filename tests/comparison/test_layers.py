@@ -1,4 +1,5 @@
-"""A layer in fused kernels against the plain one: outputs, every gradient, chains, and what must not pass."""
+"""Tests of the fused layer against the plain layer: outputs, all gradients, two layers in sequence, and
+errors that must be found."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
 FEWER = Shape(heads=4, head_width=16, ffn=40, sequences=2, length=24, groups=2)
 NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}
-WORSE = 1.5  # times the plain bf16 layer's error: more is a mistake
+WORSE = 1.5  # an error above this multiple of the plain bf16 layer's error is a mistake
 
 
 KINDS: dict[str, Callable[[Shape, Weights, Tensor], Layer[Any, Any]]] = {
@@ -52,7 +53,8 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def ratios(shape: Shape, drawn: Drawn, weights: Weights, next_norm: Tensor, kind: str) -> dict[str, float]:
-    """How much further from the truth than the plain bf16 layer a fused one with these weights is."""
+    """Return the error of each result of a fused layer with these weights, divided by the error of the same
+    result of the plain bf16 layer."""
     exact = truth(shape, drawn)
     plain = relative(results(Plain(shape, drawn.weights, drawn.next_norm), drawn), exact)
     found = relative(results(KINDS[kind](shape, weights, next_norm), drawn), exact)
@@ -84,7 +86,7 @@ def test_a_wrong_weight_of_a_norm_is_caught(norm: str, seen: set[str], kind: str
     next_norm = wrong.pop("next_norm")
     found = ratios(SMALL, drawn, Weights(**wrong), next_norm, kind)
     assert seen <= {name for name, ratio in found.items() if ratio > WORSE}, found
-    if norm == "next_norm":  # whose gradient is the next layer's
+    if norm == "next_norm":  # its gradient belongs to the next layer
         assert {name for name, ratio in found.items() if ratio > WORSE} == seen
 
 
@@ -99,7 +101,7 @@ def test_a_gradient_that_is_a_fiftieth_off_is_caught(field: str) -> None:
 
 
 def chained(one: Layer[Any, Any], two: Layer[Any, Any], drawn: Drawn, last: Tensor) -> dict[str, Tensor]:
-    """Two layers, and the last norm: its output, and every gradient of a loss on that."""
+    """Run two layers and the last norm. Return the norm's output, and all gradients of a loss on it."""
     between, first = one.train(one.start(drawn.x))
     after, second = two.train(between)
     outputs = two.outputs(after)
@@ -133,7 +135,7 @@ def test_two_layers_chain_into_the_last_norm(kind: str) -> None:
 
 
 def by_hand(shape: Shape, drawn: Drawn) -> Tensor:
-    """The layer in fp64, from the formulas: rotation by complex numbers, softmax of a masked product."""
+    """Compute the layer in fp64 from formulas: rotation by complex numbers, softmax of masked products."""
     weights = Weights(*(w.double() for w in drawn.weights))
     x = drawn.x.double()
     cosine, sine = (t[:, : shape.pairs].double() for t in rotary(shape, "cpu"))
@@ -174,7 +176,7 @@ def test_the_truth_is_the_layer_that_the_formulas_say(shape: Shape) -> None:
 def test_a_session_runs_of_every_variant_what_it_will_time_and_no_more(
     backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a forward row would have each compiler make, and tune, a backward that nobody times."""
+    """Otherwise, for a row of the forward, each compiler would compile and tune a backward for nothing."""
     drawn, trained = draw(SMALL, 13, "cpu"), list[Tensor]()
     monkeypatch.setattr("coda_agent.comparison.layers.shape.draw", lambda shape, seed: drawn)
     usual = Plain.train
@@ -194,7 +196,7 @@ def test_a_session_runs_of_every_variant_what_it_will_time_and_no_more(
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a contest asks of CUDA, a clock that says nothing, and no compiler."""
+    """Replace CUDA's functions, the timing (no samples), the compiler (does nothing) and the drawn inputs."""
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated"):
@@ -241,19 +243,19 @@ def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_variants_yardstick_is_what_the_eager_layer_loses() -> None:
-    """Below 1 it is nearer to the truth than eager PyTorch."""
+    """A variant with a value below 1 is nearer to the truth than eager PyTorch."""
     stage = _Stage(LayerArms(SMALL, (EAGER, FUSED), (), 12, backward=True))
     usual, found = stage.enter(EAGER).losses, stage.enter(FUSED).losses
     by_hand = {name: told["relative"] / usual[name]["relative"] for name, told in found.items()}
     assert {name: told["yardsticks"] for name, told in found.items()} == pytest.approx(by_hand)
-    assert min(by_hand.values()) < 0.9  # a ratio that is upside down would show
+    assert min(by_hand.values()) < 0.9  # so this test would find an inverted ratio
 
 
-# Liger's operators, played by PyTorch -------------------------------------------------------------
+# PyTorch in place of Liger's operators ------------------------------------------------------------
 
 
 class Played:
-    """``liger_kernel.ops``, as far as a layer calls them. Remembers each norm's eps."""
+    """Stands in for the functions of ``liger_kernel.ops`` that a layer calls. ``eps``: each norm's eps."""
 
     def __init__(self) -> None:
         self.eps: list[float] = []
@@ -311,7 +313,7 @@ def test_a_layer_of_ligers_operators_is_the_layer_by_as_many_products_as_its_nam
 def test_the_least_time_is_that_of_the_products_which_the_plain_layer_makes(
     shape: Shape, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As PyTorch counts them: of causal attention's, which are batched, half is masked."""
+    """PyTorch counts the products. Attention's products are the batched ones; causal masks remove half."""
     monkeypatch.setitem(WIDTHS, "1B", shape)
     drawn = draw(shape, 14, "cpu")
     layer = Plain(shape, drawn.weights, drawn.next_norm)

@@ -1,6 +1,6 @@
-"""A session of an operator's arms: inputs, truth, losses, a cold L2, and what a kernel is known by.
+"""Tests of a session of an operator's arms: inputs, truth, losses, a cold L2, and the keys of kernels.
 
-PyTorch on a CPU stands in for the GPU and its kernels; specs, inputs, truth and losses are the real ones.
+PyTorch on a CPU stands in for the GPU and its kernels. Specs, inputs, truth and losses are real.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def as_it_is(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class Interpreted:
-    """A model's kernel, interpreted, and its plan. ``change``: of its answers. It remembers the inputs of its
-    calls."""
+    """Stands in for a model's kernel and for its plan: interprets the program. ``change``: changes the
+    outputs. ``seen``: the inputs of each call."""
 
     program: Program
     change: Change = as_it_is
@@ -81,7 +81,7 @@ class Interpreted:
 
 @pytest.fixture(autouse=True)
 def l2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A GPU's properties: its L2 holds nothing, unless a test says otherwise."""
+    """Return fake properties of a GPU. Its L2 has no bytes, unless a test sets another size."""
     found = SimpleNamespace(L2_cache_size=0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
@@ -91,7 +91,7 @@ def l2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Clock(SimulatedClock):
-    """On which every call takes a while."""
+    """A simulated clock on which every call takes at least 0.02 seconds."""
 
     def stop(self, mark: int) -> None:
         self.time += 0.02
@@ -100,7 +100,8 @@ class Clock(SimulatedClock):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
-    """In place of the device's events, and what else a contest asks of CUDA."""
+    """Replace the GPU's events by a simulated clock, and the other CUDA functions that a session calls.
+    Return the clock."""
     found = Clock()
     monkeypatch.setattr(timing, "CudaClock", lambda: found)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
@@ -145,7 +146,8 @@ def test_every_arm_is_timed_on_all_sets_in_turn() -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> None:
-    """Whoever came before: an input that is updated would hold the sum of all their calls."""
+    """An arm's result must not depend on earlier calls. Otherwise an input that kernels update in place would
+    hold the sum of all calls."""
     asked, _ = seats(name)
     stage = _Operator(asked)
     before = [{n: t.clone() for n, t in inputs.items()} for inputs in stage.sets]
@@ -154,8 +156,8 @@ def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> 
         entrant.call()
         assert entrant.losses.keys() == asked.spec.outputs.keys()
         for found in entrant.losses.values():
-            assert found["relative"] < 0.01  # eager PyTorch, of 384 values: 0.006 in one draw of 150
-            assert arm == EAGER or found["yardsticks"] < 1.5  # PyTorch rounds products on the way
+            assert found["relative"] < 0.01  # eager PyTorch, 384 values: 0.006 in one of 150 draws
+            assert arm == EAGER or found["yardsticks"] < 1.5  # eager PyTorch rounds intermediate products
         stage.again(arm, 1)()
     for inputs, drawn in zip(stage.sets, before, strict=True):
         assert all(torch.equal(inputs[n], t) for n, t in drawn.items())
@@ -170,7 +172,8 @@ def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> 
 
 @pytest.mark.usefixtures("clock")
 def test_an_arm_tells_how_far_each_output_is_from_the_truth() -> None:
-    """Computed by hand: the RMS of the error over the truth's, and over the yardstick's error."""
+    """Both figures are computed by hand: the error's RMS divided by the truth's RMS, and divided by the RMS
+    of the yardstick's error."""
 
     def off(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return outputs | {"act": outputs["act"] * 1.09}
@@ -202,7 +205,7 @@ def beyond(outputs: dict[str, Tensor], value: float) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_output_that_is_not_finite_is_no_perfect_one(value: float) -> None:
-    """Whoever it is: here a model's kernel, of whose output a part of one row is never written."""
+    """This holds for every arm. Here the arm is a model's kernel that leaves a part of one row unwritten."""
     found = measure_operator(
         seats("gemm_swiglu", REFERENCE_ARM, EAGER, PROGRAM, change=lambda o: beyond(o, value))[0]
     )
@@ -248,13 +251,13 @@ def test_a_session_is_timed_cold(clock: SimulatedClock) -> None:
     assert clock.log.count("flush") == clock.log.count("start") > 24
 
 
-# Ahead of it --------------------------------------------------------------------------------------
+# Tuning ahead of the session ----------------------------------------------------------------------
 
 
 def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """At these sizes: by a report, or on disk."""
+    """An arm's schedules may be known at these sizes from a report, or from the cache on disk."""
     spec, base, sizes = load(SPECS / "gemm_swiglu.yaml", check=False), accepted(), SIZES["gemm_swiglu"]
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -277,7 +280,7 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     new = OperatorArms(spec, sizes, (REFERENCE_ARM, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS), both, 12)
     assert tuned(new) == [PROGRAM, EDITED, *LIBRARY_ARMS]
     kept(both[PROGRAM], OTHER)
-    kept(both[EDITED], OTHER)  # on which nobody saw that it is right
+    kept(both[EDITED], OTHER)  # a schedule on which the edited text was not checked
     there = quack._stages(
         spec, coda_agent.verifier.numerics.inputs.draw(spec, sizes, 0, device="cuda"), sizes, ""
     )
@@ -293,7 +296,7 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
         assert Kernel(fixed).is_tuned({"M": 7, "D": 7, "F": 7})
 
 
-# What an arm is known by --------------------------------------------------------------------------
+# The key of an arm --------------------------------------------------------------------------------
 
 ONE, OTHER = Schedule(128, 256, False), Schedule(128, 128, True)
 
@@ -326,7 +329,7 @@ def test_a_kernel_is_known_by_its_text_and_its_schedules() -> None:
 
 
 def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the very schedules that it had."""
+    """The schedules stay the same; only the text changes."""
     chosen = rows.choose_rows(("gemm_swiglu",), ("1B",), everything=False, quick=False)
     usual = kernels.by_arm
 

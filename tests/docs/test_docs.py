@@ -1,4 +1,4 @@
-"""The documentation: every block of code runs here or says what it needs, and every link leads somewhere."""
+"""Tests of the documentation: every block of code runs or states its needs, and every link has a target."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from coda_agent.verifier.proposals import proposal
 
 pytestmark = pytest.mark.slow
 
-GENERATED = {"layer_backward.md"}  # by ``benchmarks.layer_profile``: its blocks are names of kernels
+GENERATED = {"layer_backward.md"}  # written by benchmarks.layer_profile; its blocks are names of kernels
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#[^)]*)?\)")
 PATH = re.compile(
     r"`((?:agent|benchmarks|comparison|docs|generated_kernels|primitives|specs|tests|verifier)/[^`\s]*)`"
 )
-PLAIN = re.compile(r"coda-agent ([\w ./-]+?)(?: > ([\w.]+))?")  # what a shell takes as it stands
-MADE = {"contributing.md", "commands.md"}  # pages that docs/pages.py makes
+PLAIN = re.compile(r"coda-agent ([\w ./-]+?)(?: > ([\w.]+))?")  # a command without other shell syntax
+MADE = {"contributing.md", "commands.md"}  # pages that docs/pages.py generates
 
 
 EACH = """\
@@ -40,8 +40,8 @@ for name, block in json.loads(sys.argv[1]).items():
 
 
 def blocks_of(page: Path, language: str) -> list[tuple[str, str]]:
-    """A page's blocks in a language whose first line names no need, such as ``title="needs an H100"``; each
-    with a name."""
+    """Return the name and text of each block in ``language`` on a page. Blocks whose first line states a
+    need, such as ``title="needs an H100"``, are left out."""
     if page.name in GENERATED:
         return []
     found = enumerate(FENCE.finditer(page.read_text(encoding="utf-8")))
@@ -54,7 +54,8 @@ def blocks(language: str) -> list[object]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the checkout's specs and kernels, and the command on the path."""
+    """Change to a folder with the checkout's specs and kernels, and put the command on the PATH. Return the
+    folder."""
     for name in ("specs", "generated_kernels"):
         (tmp_path / name).symlink_to(ROOT / name)
     command = tmp_path / "bin" / "coda-agent"
@@ -82,8 +83,8 @@ def test_every_block_has_a_language() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_commands_run(here: Path, no_keys: None, command: Command, block: str) -> None:
-    """In this process, which has imported PyTorch and has a compiler; in a shell where more than commands and
-    files for their output is written."""
+    """Commands run in this process, which has already imported PyTorch and has a compiler. A block runs in a
+    shell if it has more than commands and files for their output."""
     made = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("make ")]
     continuous = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert set(made) <= {*continuous, "make test-gpu"}  # CI runs them
@@ -99,7 +100,8 @@ def test_commands_run(here: Path, no_keys: None, command: Command, block: str) -
 
 
 def test_python_runs(here: Path) -> None:
-    """All blocks in one process, as each would import PyTorch; each without the names of those before it."""
+    """All blocks run in one process, because each process would import PyTorch. A block does not see the
+    names of earlier blocks."""
     alone = dict[str, str]()
     for name, block in (each for page in PAGES for each in blocks_of(page, "python")):
         if "from primitives" in block:

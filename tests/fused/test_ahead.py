@@ -1,4 +1,5 @@
-"""Objects built ahead of time: what a patched model calls; a call loads them, and waits for who compiles."""
+"""Tests of objects that are built ahead of time: which programs a patched model calls, and that a call loads
+an object or waits for the process that compiles it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_what_a_model_calls_is_what_it_runs(family: str) -> None:
     assert sorted(bound.program.signature.name for bound in found) == names
     assert all(bound.sizes["M"] == 24 for bound in found)
     blocks = [b.program for b in found if b.program.signature.name.startswith("block")]
-    wide = "fp32" if family == "Gemma" else "bf16"  # 1 + weight is computed in fp32
+    wide = "fp32" if family == "Gemma" else "bf16"  # Gemma computes 1 + weight in fp32
     assert [block.signature.inputs["gamma"].dtype for block in blocks] == [wide, wide]
 
 

@@ -1,4 +1,4 @@
-"""A projection in parts, whose stream goes on: one backward takes all of their gradients."""
+"""Tests of a projection that returns its parts and the stream: one backward takes all of their gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def given(leaves: dict[str, Tensor], rotates: bool) -> tuple[Any, ...]:
 
 
 def apart(leaves: dict[str, Tensor], rotates: bool) -> list[Tensor]:
-    """The parts and the stream."""
+    """Return the parts and the stream."""
     parts, stream = functional.before_attention_apart(SIZES, *given(leaves, rotates))
     return [*parts, stream]
 
@@ -96,7 +96,7 @@ def test_sums_that_a_gradient_carries_replace_the_derived_pass(monkeypatch: pyte
     link, leaves = functional.ATTENTION_IN[False, False], drawn(False)
 
     class Rotation(torch.autograd.Function):
-        """Stands for what norms and rotates heads on a GPU."""
+        """Stands in for the function that normalises and rotates heads on a GPU."""
 
         @staticmethod
         def forward(ctx: Any, packed: Tensor) -> Tensor:
@@ -116,6 +116,6 @@ def test_sums_that_a_gradient_carries_replace_the_derived_pass(monkeypatch: pyte
 
     usual = run()
     monkeypatch.setattr(chains, "runs_on_gpu", lambda _: True)
-    monkeypatch.setattr(link, "_head", None)  # the derived pass
+    monkeypatch.setattr(link, "_head", None)  # the derived pass cannot run
     for name, each in run().items():
         assert loss_of(each, usual[name]) < 1e-6, name

@@ -1,4 +1,4 @@
-"""The examples, at a tiny size: a Llama learns a text, and continues it."""
+"""Tests of the examples, at a tiny size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parts of a layer: results and every gradient against fp64, and what PyTorch does around them."""
+"""Tests of the parts of a layer: results and all gradients against fp64, and their use with PyTorch's
+features, such as compilation and checkpointing."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ EVERY_PART = pytest.mark.parametrize("name", PARTS)
 
 
 class Observed(TorchDispatchMode):
-    """Records the operators of fused that the dispatcher sees."""
+    """Record the operators of ``fused`` that the dispatcher sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ def test_a_loss_does_its_rows_in_parts(monkeypatch: pytest.MonkeyPatch, where: W
 def test_a_summed_loss_does_its_rows_in_parts(
     monkeypatch: pytest.MonkeyPatch, where: Where, scale: float
 ) -> None:
-    """With logits up to 200, some exponentials overflow at first."""
+    """With scale 60, logits reach 200 and some exponentials overflow. Then all products run again."""
     given = PARTS["summed loss"].drawn(30, where.dtype, where.device)
     given["w"].data *= scale
     monkeypatch.setattr(loss, "ROWS", 8)
@@ -129,7 +130,7 @@ def test_a_summed_loss_does_its_rows_in_parts(
 
     def products(exponentials: list[str]) -> list[str]:
         whole = [*exponentials, *gradients_of] * 4
-        whole[len(exponentials) + 1] = "loss_weight_gradient"  # of the first rows, which add to nothing
+        whole[len(exponentials) + 1] = "loss_weight_gradient"  # the first rows add to no earlier sum
         return whole
 
     again = products(["loss_exponentials"] * 2) if scale > 1 else []
@@ -139,7 +140,7 @@ def test_a_summed_loss_does_its_rows_in_parts(
 
 
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The products of the summed loss as they are enqueued."""
+    """Return a list that receives the names of the summed loss's products when they are enqueued."""
     happened = list[str]()
     for op in LOSS_OPS:
 
@@ -314,7 +315,7 @@ def test_opcheck_passes_with_gradients(name: str, where: Where, monkeypatch: pyt
             return own(*arguments)
 
         monkeypatch.setattr(link, "op", note)
-    with Observed():  # otherwise the call does not take the operator
+    with Observed():  # without a mode, the call bypasses the operator
         PARTS[name].ours(**given)
     assert seen
     for op, arguments in seen:
@@ -335,7 +336,7 @@ def test_it_compiles_whole_for_any_rows(name: str, backend: str, where: Where) -
         found, plain = gradients(compiled, given), gradients(PARTS[name].ours, given)
         for each in plain:
             assert loss_of(found[each], plain[each]) < where.close, (rows, each)
-    assert 0 < counted.graphs <= 2  # the first rows, and any
+    assert 0 < counted.graphs <= 2  # for the first rows, for any rows
 
 
 @pytest.mark.parametrize("name", SOME)

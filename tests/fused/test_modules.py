@@ -1,4 +1,4 @@
-"""The modules for plain PyTorch, beside Hugging Face's Llama with the same checkpoint."""
+"""Tests of the modules for plain PyTorch, against Hugging Face's Llama with the same checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, HIDDEN, HEADS, KV_HEADS, EPS = 32, 48, 4, 2, 1e-5
 
 
 class PlainModel(nn.Module):
-    """A Llama of fused's modules, with the parameters' names of Hugging Face's."""
+    """A Llama made of the modules of ``fused``. Its parameters have the same names as Hugging Face's."""
 
     def __init__(self, rotary: Any):
         super().__init__()

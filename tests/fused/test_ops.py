@@ -1,4 +1,4 @@
-"""Operators of accepted kernels: order, shapes and dtypes, opcheck, and what they refuse."""
+"""Tests of the operators of accepted kernels: order, shapes, dtypes, opcheck, and refused inputs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NAMES = sorted(programs.accepted())
 
 
 def on_gpu(spec: Spec) -> dict[str, int]:
-    """Small sizes at which kernels can be launched."""
+    """Return small sizes at which kernels can be launched."""
     return {dim: {"M": 200, "H": 6, "G": 2, "P": 32}.get(dim, 272) for dim in spec.dims}
 
 
 def drawn(name: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
-    """An operator and its arguments at small sizes, by name and in order. On a GPU the sizes are such that
-    its kernel takes them."""
+    """Return an operator and its arguments at small sizes, by name and in order. On a GPU, the kernel can be
+    launched at these sizes."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     sizes, inputs = trial(spec)
     if device == "cuda":
@@ -58,7 +58,7 @@ def test_an_operator_takes_and_gives_what_its_spec_says_in_order(name: str) -> N
 def test_opcheck_passes(name: str, where: Where) -> None:
     op, inputs = drawn(name, where.device)
     utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if "fp8" in name:  # the test of a schema compares its inputs by a product, which fp8 has not on a CPU
+    if "fp8" in name:  # test_schema multiplies inputs to compare them, which a CPU cannot do in fp8
         utils.remove("test_schema")
     done = torch.library.opcheck(op, tuple(inputs.values()), test_utils=utils)
     assert done == dict.fromkeys(utils, "SUCCESS")
@@ -138,7 +138,7 @@ def test_an_operator_is_compiled_whole_for_any_rows() -> None:
         given = swiglu(torch.bfloat16, rows)
         for mine, plain in zip(called(*given), torch.ops.coda_agent.gemm_rmsnorm_swiglu(*given), strict=True):
             assert torch.equal(mine, plain)
-    assert len(graphs) <= 2  # one for the first rows, one for any
+    assert len(graphs) <= 2  # one for the first rows, one for any rows
 
 
 def test_dims_that_follow_from_no_shape_are_integers_and_graphs_take_any_rows() -> None:

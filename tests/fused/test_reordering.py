@@ -1,4 +1,4 @@
-"""Reordered weights: the pass that a GPU takes equals autograd, and what a step keeps."""
+"""Tests of reordered weights: the pass on a GPU equals autograd, and a step may keep reordered weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[int]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_pass_of_a_gpu_equals_autograd(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Rows and their gradients are exact copies, and contiguous, so that autograd does not copy them."""
+    """Rows and gradients are exact copies. Both must be contiguous, so that autograd does not copy them."""
     function, rows = CASES[name]
     torch.manual_seed(0)
     parts = [torch.randn(each, 16).requires_grad_() for each in rows]
@@ -47,8 +47,8 @@ def test_the_pass_of_a_gpu_equals_autograd(monkeypatch: pytest.MonkeyPatch, name
 def test_a_step_may_keep_reordered_weights_for_its_backward(
     monkeypatch: pytest.MonkeyPatch, keeps: bool, recomputes: bool, times: int
 ) -> None:
-    """Two weights in each of two layers. Under checkpointing they are reordered as without ``keeps``: in the
-    forward, its repetition, and the backward."""
+    """Two layers have two reordered weights each. With checkpointing, ``keeps`` has no effect: weights are
+    reordered in the forward, in its repetition, and in the backward."""
     model, made = small_models.model("Llama"), list[str]()
     fused.patch(model)
     plain = trained(model, tokens(), use_cache=False)

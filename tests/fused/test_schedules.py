@@ -1,4 +1,4 @@
-"""Schedules at any sizes: a report's own, the nearest one's, a tuned table's; plans that use them."""
+"""Tests of the schedules for any sizes (from a report, from near sizes, from a tuned table) and of plans."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_tables_of_the_package_come_before_the_reports(
 
 
 class Counted:
-    """Stands for a plan, which takes a GPU."""
+    """Stands in for a plan, because a plan needs a GPU."""
 
     made: list[dict[str, int]] = []
 

@@ -1,6 +1,7 @@
-"""FSDP2 over two gloo processes: a patched model trains, saves and loads as the unpatched one on one process.
+"""Tests of FSDP2 on two gloo processes: a patched model trains, saves and loads like an unpatched model on
+one process.
 
-Run as a script it is both processes, so that their imports are done once.
+Run as a script, this file forks into both processes, so that modules are imported only once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from coda_agent import fused
 
 WORLD, STEPS = 2, 3
-dist: Any = torch.distributed  # which mypy finds to export next to nothing
+dist: Any = torch.distributed  # Any, because mypy finds almost no exports in this module
 dcp: Any = torch.distributed.checkpoint
 fully_shard: Any = torch.distributed.fsdp.fully_shard
 LAYERS = ["attention_in_rotated", "block_swiglu"] * 2 + ["summed_loss"]
@@ -46,7 +47,7 @@ def sharded(patched_first: bool, seed: int = 0, stack: bool = False, **more: Any
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, number: int, ranks: range) -> float:
-    """One step over the batches of some ranks; the mean loss."""
+    """Take one optimizer step over the batches of ``ranks``; return the mean loss."""
     optimizer.zero_grad(set_to_none=True)
     losses = []
     for rank in ranks:
@@ -59,7 +60,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int, ranks: range
 
 
 def work(rank: int, folder: Path, patched_first: bool) -> None:
-    """A process's part: train, save, load into a new model, compare."""
+    """Do the part of one process: train, save, load into a new model, compare."""
     model = sharded(patched_first)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(STEPS):
@@ -75,7 +76,7 @@ def work(rank: int, folder: Path, patched_first: bool) -> None:
 
 
 def in_bf16() -> None:
-    """Parameters are kept in fp32 and gathered in bf16."""
+    """Check a model whose parameters are stored in fp32 and gathered in bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(True, mp_policy=policy)
     seen: dict[str, Any] = {}
@@ -90,8 +91,8 @@ def in_bf16() -> None:
 
 
 def whole_stack() -> None:
-    """A layer begins the next one's norm only if all layers are gathered together. Else each begins its
-    own."""
+    """Check that a layer begins the next layer's norm only if FSDP gathers all layers together. Otherwise
+    each layer begins its own norm."""
     plain = trained(small_models.model("Llama"), tokens(), use_cache=False)
     together, apart = small_models.model("Llama"), sharded(True, stack=True)
     fused.patch(fully_shard(together), stack=True)
@@ -106,12 +107,12 @@ def whole_stack() -> None:
 
 
 def both(folder: Path) -> None:
-    """Two processes, in one of which this returns."""
+    """Fork, and run all checks in both processes. The parent process waits for its child."""
     child = os.fork()
     rank = 0 if child else 1
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
-    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # that returns a view
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # a module that returns a view
     for patched_first in (True, False):
         work(rank, folder / str(patched_first), patched_first)
     in_bf16()
@@ -129,7 +130,7 @@ def test_two_processes_train_save_and_load_as_one(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     losses = [step(plain, optimizer, number, range(WORLD)) for number in range(STEPS)]
     assert losses[-1] < losses[0]
-    for patched_first in (True, False):  # one process reads what two wrote
+    for patched_first in (True, False):  # one process reads what two processes wrote
         whole = small_models.model("Llama", seed=7)
         state = {"model": whole.state_dict()}
         dcp.load(state, checkpoint_id=tmp_path / str(patched_first), no_dist=True)

@@ -1,4 +1,4 @@
-"""Training patched models: convergence, mixed precision, accumulation, compilation, and the Trainer."""
+"""Tests of training patched models: convergence, mixed precision, accumulation, compilation, the Trainer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from coda_agent import fused
 
 pytestmark = pytest.mark.slow
 STEPS = 100
-FARTHER = 1.5  # than the unpatched model's parameters, from those of training in fp32
+FARTHER = 1.5  # limit on a parameter's distance from fp32 training, over the unpatched model's distance
 TEXT = "a quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 4
 
 
 def windows(rows: int, length: int, step: int) -> Tensor:
-    """Windows of the text, a character a token."""
+    """Return windows of the text. Each character is a token."""
     known = {character: i + 1 for i, character in enumerate(sorted(set(TEXT)))}
     whole = torch.tensor([known[c] for c in TEXT])
     first = [(step * rows + row) * 7 % (len(TEXT) - length) for row in range(rows)]
@@ -31,7 +31,7 @@ def windows(rows: int, length: int, step: int) -> Tensor:
 
 
 def losses(model: Any) -> list[float]:
-    """The loss of each step of AdamW."""
+    """Train with AdamW; return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     found = []
     for step in range(STEPS):
@@ -107,7 +107,8 @@ def test_gradients_of_fp32_weights_accumulate_under_autocast() -> None:
 
 @pytest.mark.parametrize("stack", [False, True])
 def test_a_model_compiles_whole_for_any_length(stack: bool, where: Where) -> None:
-    """Through Inductor on a GPU alone: on a CPU its C++ takes half a minute, and test_functional has it."""
+    """Inductor is the backend only on a GPU. On a CPU its C++ takes half a minute, and test_functional covers
+    Inductor there."""
     backend = "aot_eager" if where is CPU else "inductor"
     model = small_models.model("Llama", where.dtype, device=where.device, num_hidden_layers=1 + stack)
     plain = copy.deepcopy(model)
@@ -119,7 +120,7 @@ def test_a_model_compiles_whole_for_any_length(stack: bool, where: Where) -> Non
         ids = tokens(2, length)
         found, usual = (trained(each, ids, use_cache=False) for each in (model, plain))
         assert max(loss_of(found[name], usual[name]) for name in usual) < 10 * where.close
-    assert counted.graphs == 2  # the first length, and any
+    assert counted.graphs == 2  # one for the first length, one for any length
 
 
 def test_a_compiled_model_follows_patch_and_unpatch() -> None:

@@ -1,4 +1,4 @@
-"""A light install: what fused needs, and which versions it refuses."""
+"""Tests of a light install: the packages that ``fused`` needs, and the versions that it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coda_agent.fused import versions
 from coda_agent.fused.versions import PROVED, UnprovedVersion
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-# An interpreter in which nothing of the agent can be imported, and nothing connects.
+# A script that blocks imports of the agent and of its packages, and forbids network connections.
 LIGHT = """
 import sys
 

@@ -1,4 +1,4 @@
-"""Tasks that do to a GPU what a wrong kernel can do."""
+"""Tasks with the faults that a wrong kernel can cause on a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assertion(_: object) -> dict[str, Any]:
 
 
 def one_too_far(_: object) -> dict[str, Any]:
-    """A store right behind a tensor: in PyTorch's cache, and in the GPU's memory."""
+    """Write right behind the end of a tensor. The address is inside PyTorch's cache and the GPU's memory."""
     _astray[(1,)](torch.zeros(128, device="cuda"), 128)
     torch.cuda.synchronize()
     return {}
@@ -53,7 +53,7 @@ extern "C" __global__ void race(int *out) {
 
 
 def race(_: object) -> dict[str, Any]:
-    """Warps that read what others write to shared memory, without a barrier."""
+    """Let warps read shared memory that other warps write, without a barrier."""
     out = torch.zeros(128, device="cuda", dtype=torch.int32)
     torch.cuda._compile_kernel(RACE, "race")((1, 1, 1), (128, 1, 1), (out,))
     torch.cuda.synchronize()

@@ -1,6 +1,7 @@
-"""One random program on the GPU, from compiling to comparing: a task for ``primitives.system.workers``.
+"""A task for ``primitives.system.workers``: compile one random program, run it on the GPU, and compare its
+outputs.
 
-In a process of its own: a kernel that hangs or that faults takes down its own case alone.
+Each case has its own process, so that a kernel that hangs or faults ends only its own case.
 """
 
 from __future__ import annotations
@@ -30,27 +31,28 @@ from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.verifier.gpu.guards import POISONS, Guarded, untouched
 
 DEVICE = "cuda"
-POISON = POISONS[0]  # as every byte: NaN in each float, -1 in integers
-SECONDS = 150  # for one case, most of it compiling
-REFUSED = (RuntimeError, ValueError, AssertionError)  # DSLBaseError among them: what the tuner passes over
+POISON = POISONS[0]  # the value of every byte: floats are NaN, integers -1
+SECONDS = 150  # limit for one case; compiling takes most of the time
+REFUSED = (RuntimeError, ValueError, AssertionError)  # the tuner skips such schedules; includes DSLBaseError
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
 
 
 class Limits(NamedTuple):
-    """How far an output may be from the interpreter's, beside its own rounding: at most, and in the root mean
-    square; relative to the output's root mean square."""
+    """Limits on an output's error against the interpreter, beyond the output's rounding: the largest error
+    and the error's root mean square. Both are relative to the output's root mean square."""
 
     most: float
     mean: float
 
 
-# Sums in another order, and the hardware's exp, log and rsqrt.
+# These limits allow for sums in another order, and for the hardware's exp, log and rsqrt.
 EXACT = Limits(1e-4, 1e-5)
-# The hardware's tanh, of 2**-11, in what only bf16 shows.
+# For the hardware's tanh, which has an error of 2**-11. It is used where only bf16 shows the result.
 COARSE = Limits(8e-3, 2e-3)
 # fp8 products are summed with about 14 bits between promotions to fp32.
 FP8 = Limits(8e-3, 2e-3)
-# A value near the middle of two 16-bit ones is stored as either: one ulp of bf16 in what the next step reads.
+# A value near the middle between two 16-bit values may be rounded to either. So the values that the next step
+# reads may differ by one ulp of bf16.
 CHAINED = Limits(4e-2, 4e-3)
 
 
@@ -64,13 +66,14 @@ def limits(program: Program, dtype: torch.dtype) -> Limits:
 
 
 def distance(got: torch.Tensor, want: torch.Tensor, allowed: Limits) -> float:
-    """How far an output is off, in what is allowed: above one is too far. Infinite for a NaN."""
+    """Return an output's error divided by the allowed error; a value above 1 is too large. Return infinity if
+    the output is not finite."""
     if not got.isfinite().all():
         return float("inf")
     got, exact = got.double(), want.double()
     scale = max(exact.square().mean().sqrt().item(), 0.05)
     error = (got - exact).abs()
-    rounding = 1.5 * ULP[want.dtype] * exact.abs()  # both are rounded; one ulp apart is no error
+    rounding = 1.5 * ULP[want.dtype] * exact.abs()  # both are rounded, so a difference of one ulp is no error
     past = (error - rounding).clamp(min=0)
     most = (past / (allowed.most * scale + 1e-30)).max().item()
     mean = past.square().mean().sqrt().item() / (allowed.mean * scale)
@@ -86,7 +89,7 @@ class Case(NamedTuple):
 
 
 def case(seed: int) -> Case | None:
-    """All that a seed decides; None for a program that the tracer refuses."""
+    """Return the case that a seed determines, or None if the tracer refuses its program."""
     made, random = random_program(seed), Random(seed)
     try:
         program = made.trace()
@@ -98,24 +101,25 @@ def case(seed: int) -> Case | None:
 
 
 def run_case(task: tuple[int, str]) -> bool:
-    """Compile, run and compare the program of a seed; the findings go to a file as JSON."""
+    """Compile, run and compare the program of a seed. Write the findings to a file as JSON, and return
+    whether there was no error."""
     seed, path = task
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     found: dict[str, Any] = {"seed": seed, "error": ""}
     try:
         chosen = case(seed)
-        assert chosen is not None  # the caller asks for those that trace
+        assert chosen is not None  # the caller passes only seeds whose programs trace
         found |= check(chosen)
     except (ArithmeticError, AttributeError, LookupError, NameError, OSError, TypeError, *REFUSED):
         found["error"] = traceback.format_exc(limit=-6)[-3000:]
     faulthandler.cancel_dump_traceback_later()
     Path(path).write_text(json.dumps(found), encoding="utf-8")
-    torch.cuda.synchronize()  # a fault stays with a process: end it
+    torch.cuda.synchronize()  # raises after a GPU fault, and so ends this process, which cannot recover
     return not found["error"]
 
 
 def check(chosen: Case) -> dict[str, Any]:
-    """What was found. Schedules that need more of an SM than there is are passed over, as when tuning."""
+    """Return the findings. Like the tuner, skip schedules that need more resources than an SM has."""
     words = []
     for schedules in (chosen.schedules, *fallbacks(chosen)):
         try:
@@ -133,7 +137,8 @@ def check(chosen: Case) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def few_clusters(split: bool) -> Iterator[None]:
-    """As on a GPU of 24 SMs, where outputs of this size are several waves, and worth two launches."""
+    """If ``split``, pretend that the GPU has 24 SMs. Then outputs of this size need several waves, so that
+    two launches pay off."""
     if not split:
         yield
         return
@@ -148,7 +153,7 @@ def fallbacks(chosen: Case) -> list[dict[int, Schedule]]:
 
 
 def compare(made: Made, plan: Plan, seed: int) -> dict[str, Any]:
-    """Run twice, and hold it against the interpreter."""
+    """Run the plan twice, and compare its outputs with the interpreter's."""
     program, signature = plan.program, plan.program.signature
     drawn = made.draw(plan.sizes, seed, DEVICE)
     fresh = {name: t for name, t in plan.outputs().items() if name not in signature.updates}
@@ -170,7 +175,7 @@ def compare(made: Made, plan: Plan, seed: int) -> dict[str, Any]:
 
 
 def launch(plan: Plan, drawn: Tensors, inputs: Tensors, outputs: Tensors) -> Tensors:
-    """One run from poisoned memory; copies of the outputs."""
+    """Run the plan once on poisoned memory; return copies of the outputs."""
     for tensor in outputs.values():
         tensor.copy_(torch.full_like(tensor, float("nan")))
     plan.workspace.fill_(POISON)
@@ -182,12 +187,12 @@ def launch(plan: Plan, drawn: Tensors, inputs: Tensors, outputs: Tensors) -> Ten
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Return whether two tensors differ in any bit."""
     return not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
 def describe(got: torch.Tensor, want: torch.Tensor) -> str:
-    """Where an output is off the most."""
+    """Describe the place where an output differs most from the wanted one."""
     error = (got.double() - want.double()).abs().nan_to_num(nan=1e30, posinf=1e30)
     at = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
     many = int((error > 0.05 * error.max()).sum())
@@ -203,7 +208,7 @@ def operations(cases: list[Case]) -> set[str]:
 
 
 def account(chosen: Case) -> Mapping[str, Any]:
-    """What is needed to see a failure again."""
+    """Return what is needed to reproduce a failure."""
     return {
         "seed": chosen.seed,
         "sizes": chosen.sizes,

@@ -1,4 +1,4 @@
-"""On an H100: an author's device functions as they run, on the points that the check without a GPU takes."""
+"""Tests on an H100: an author's device functions run on the points that the check without a GPU uses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_good_functions_pass_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "exact"),
     [
-        ("tanh(x) * 1.0 + 0 * x", "tanh_fast(x)"),  # MUFU.TANH is no exact one
+        ("tanh(x) * 1.0 + 0 * x", "tanh_fast(x)"),  # MUFU.TANH is not exact
         (
             "1 / (2.0**-127 + abs(x))",
             "cute.arch.rcp_approx(magnitude(x) + 2.0 ** -127)",
@@ -57,7 +57,7 @@ def test_good_functions_pass_on_the_gpu(tmp_path: Path) -> None:
     ],
 )
 def test_what_only_a_gpu_tells(tmp_path: Path, reference: str, exact: str) -> None:
-    """The check without one takes the library's functions for rounded once."""
+    """The check without a GPU assumes that the library's functions round only once."""
     made, spec = proposed(tmp_path, reference, domain={"x": (-1024.0, 1024.0)})
     source = f'def softsign(x: Any) -> Any:\n    """Page."""\n    return {exact}\n'
     assert proposal_gates.check(made, spec, source).report.status == "checked"

@@ -1,4 +1,5 @@
-"""On an H100: finishing kernels start before their GEMM ends, and no call sees another call's partials."""
+"""Tests on an H100: finishing kernels start before their GEMM ends, and no call reads another call's partial
+reductions."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.verifier.numerics.inputs import draw
 
 CALLS, SETS = 60, 3
-ROWS, WIDTH = 16384, 256  # many rows of few columns: the finishing kernel takes as long as its GEMM
+ROWS, WIDTH = 16384, 256  # with many rows and few columns, the finishing kernel takes as long as its GEMM
 SCHEDULES = [
     Schedule(128, 128, True, 2, 1),
     Schedule(64, 64, True, 1, 2),
@@ -27,7 +28,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Calls:
-    """A plan, sets of inputs, and each set's outputs as an ordinary launch leaves them."""
+    """A plan, sets of inputs, and for each set the outputs of an ordinary launch."""
 
     plan: Plan
     sets: Sequence[Tensors]
@@ -39,7 +40,7 @@ class Calls:
             self.plan.run(self.sets[number % SETS], each)
 
     def fresh(self, number: int) -> list[Tensors]:
-        """Outputs for so many calls, poisoned."""
+        """Return poisoned outputs for ``number`` calls."""
         made: list[Tensors] = [self.plan.outputs() for _ in range(number)]
         for each in made:
             for tensor in each.values():
@@ -106,7 +107,7 @@ def test_calls_in_a_row_leave_the_bits_of_an_ordinary_launch(
 
 
 def test_the_next_kernel_on_the_stream_reads_finished_vectors(calls: Calls) -> None:
-    """A copy right behind the call is no kernel of ours, and must find what the call leaves."""
+    """The copy right after a call is not one of our kernels, but it must read the finished outputs."""
     outputs, copies = calls.fresh(CALLS), list[Tensors]()
     for number, each in enumerate(outputs):
         calls.plan.run(calls.sets[number % SETS], each)

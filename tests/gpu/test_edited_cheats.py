@@ -1,4 +1,4 @@
-"""On an H100: a game that edited CuTeDSL plays is lost at the gate that it names; the honest text passes."""
+"""Tests on an H100: each cheat in edited CuTeDSL fails at the gate that it names; the honest text passes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coda_agent.verifier.gpu.benchmark import Benchmark, score
 from coda_agent.verifier.gpu.checks import KernelCase, numerics, stability
 from coda_agent.verifier.gpu.worker import Worker
 
-# No multiples of a tile, and an odd number of rows: what the games say of sizes is meant of these.
+# No size is a multiple of a tile, and the number of rows is odd. The cheats' comments refer to these sizes.
 SIZES = {"M": 521, "K": 520, "N": 776}
 RACE = Benchmark(arms=(), rounds=12)
 
 
 def failed(text: str) -> tuple[str, Failed] | None:
-    """The first gate that an edited text does not pass, and why."""
+    """Return the first gate that an edited text fails, and the failure; or None if it passes all gates."""
     job = KernelCase(TWIN.spec, KernelSource(TWIN.program, edited=text), "ragged", SIZES, ({0: PROBES[1]},))
     gates = (("numerics", numerics, job), ("stability", stability, job), ("benchmark", score, (job, RACE)))
     with Worker() as worker:

@@ -1,4 +1,4 @@
-"""On an H100: a text that nobody edited gives the outputs of the program's own lowering, bit for bit."""
+"""Test on an H100: an editable text without edits gives the same bits as the program's own lowering."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ragged(spec: Spec) -> dict[str, int]:
 
 
 def square(spec: Spec) -> dict[str, int]:
-    """Operands and outputs of 512 by 512, of heads too."""
+    """Return sizes for operands and outputs of 512 by 512, also if the columns belong to heads."""
     return dict.fromkeys(spec.dims, 512) | ({"H": 8, "P": 32} if "P" in spec.dims else {})
 
 

@@ -1,5 +1,5 @@
-"""``fused`` on an H100: the tests of tests/fused that need no more than another device, and what only a GPU
-shows: operators against fp64, text, CUDA graphs, streams and threads."""
+"""Tests of ``fused`` on an H100. Some tests of tests/fused run here again, on the GPU. Other tests need a
+GPU: operators against fp64, generated text, CUDA graphs, streams and threads."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_training_step_is_captured_after_one_call(family: str) -> None:
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # gradients are made where they are captured
+    with torch.cuda.stream(side):  # warm up; the capture then creates the gradients
         expected = step().clone()
         usual = {n: p.grad.clone() for n, p in model.named_parameters()}
         model.zero_grad(set_to_none=True)

@@ -1,6 +1,6 @@
-"""On an H100: ``make test-gpu``. Lowered kernels against fp64, launches, refusals, host cost.
+"""Tests on an H100 (``make test-gpu``): lowered kernels against fp64, launches, CUDA graphs, refused inputs.
 
-The benchmark's numbers are in the reports; here is what must hold on any run.
+The benchmark's numbers are in the reports. These tests check what must hold in any run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On an H100: products with offsets, over hard offsets and offsets that lie, between guarded rows."""
+"""Tests on an H100 of products with offsets: difficult offsets, wrong offsets, no writes outside outputs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def bounded(offsets: list[int]) -> list[int]:
 
 
 def truthful(inputs: Tensors, offsets: list[int]) -> Tensors:
-    """The inputs as a kernel takes them: offsets and index within their bounds."""
+    """Return the inputs as a kernel interprets them: offsets and index are moved into their bounds."""
     right = {"offsets": torch.tensor(bounded(offsets), dtype=torch.int32, device="cuda")}
     right |= {name: t.clamp(0, len(inputs["x"]) - 1) for name, t in inputs.items() if name == "index"}
     return inputs | right
@@ -118,7 +118,7 @@ def drawn(program: Program, offsets: list[int]) -> tuple[Tensors, dict[str, int]
         inputs["i"] = torch.randint(
             -1, SIZES["N"] + 2, (ROWS,), generator=random, device="cuda", dtype=torch.int32
         )
-    if "index" in inputs:  # some of it lies
+    if "index" in inputs:  # some indices are out of bounds
         inputs["index"] = torch.randint(
             -9, SIZES["S"] + 9, (ROWS,), generator=random, device="cuda", dtype=torch.int32
         )
@@ -129,7 +129,7 @@ def drawn(program: Program, offsets: list[int]) -> tuple[Tensors, dict[str, int]
 def run(
     program: Program, schedule: Schedule, sizes: dict[str, int], inputs: Tensors
 ) -> tuple[Tensors, Tensors]:
-    """Outputs between guarded rows, and the buffers around them."""
+    """Run the program. Return the outputs, and the buffers in which guard rows surround the outputs."""
     plan = Plan(KernelSource(program, {0: schedule}), sizes)
     whole = {
         name: torch.full((2 * GUARD + len(t), *t.shape[1:]), -7.0, dtype=t.dtype, device="cuda")
@@ -187,7 +187,7 @@ def test_a_gathered_row_is_refused_outside_x_at_first_and_clamped_later() -> Non
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=str)
 def test_a_row_of_nan_reaches_only_those_that_gather_it(schedule: Schedule) -> None:
-    """K is no multiple of a tile's 64: the copy must fill the rest of a row with zeros."""
+    """K is not a multiple of the 64 columns of a tile, so the copy must fill the rest of a row with zeros."""
     inputs, sizes = drawn(PROGRAMS["gathered"], [0, 100, 200, ROWS])
     inputs = truthful(inputs, [0, 100, 200, ROWS])
     inputs["x"][7] = torch.nan

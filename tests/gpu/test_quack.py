@@ -1,7 +1,7 @@
-"""On an H100: QuACK's arms give what their specs ask for, on fixed schedules and on those they find.
+"""Tests on an H100: QuACK's arms compute the outputs of their specs, on fixed and on tuned schedules.
 
-They are not gated as kernels of ours are: the library uses approximate functions where we may not. The
-limits here are those of a formula that is right.
+The limits are not those of our kernels, because the library uses approximate functions where our kernels may
+not. A correct formula stays within the limits here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from coda_agent.verifier.spec.model import Spec
 
 SPECS = ROOT / "specs"
 LIMITS = ErrorLimits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)
-WIDEST = 16384  # no size of a decode case is taken larger: its truth is computed in fp64
-INEXACT = 2.0**-9  # RMS error of an output of approximate functions, as a share of the RMS truth
+WIDEST = 16384  # larger sizes of a decode case are reduced to this, because its truth needs fp64
+INEXACT = 2.0**-9  # limit on the RMS error of an output of approximate functions, over the truth's RMS
 SCHEDULES = {
     "pingpong": config(128, 128, True),
     "cooperative": config(256, 128, False, cluster=(1, 2)),
@@ -55,7 +55,8 @@ def poisoned(stages):
 
 
 def admitted(stages):
-    """QuACK swaps the operands only of epilogues that neither pair nor reduce."""
+    """Return the schedules that the stages admit. QuACK can swap the operands only if the epilogue neither
+    pairs columns nor reduces."""
     swaps = not any(s.paired or s.mod.sinks for s in stages)
     return {label: c for label, c in SCHEDULES.items() if swaps or not c.swap_ab}
 
@@ -68,7 +69,7 @@ def test_an_arm_computes_the_outputs_of_its_spec(name, case, family):
     sizes = {dim: min(size, WIDEST) for dim, size in spec.case(case).sizes.items()}
     inputs = draw(spec, sizes, 1, device="cuda", family=family)
     for chosen in admitted(quack_library(name, inputs, sizes, spec.constants)).values():
-        stages = quack_library(name, inputs, sizes, spec.constants)  # afresh: one of them adds to its output
+        stages = quack_library(name, inputs, sizes, spec.constants)  # new, since one adds to its output
         poisoned(stages)
         judge(spec, chained([s.prepare(chosen) for s in stages])(), inputs, sizes)
 
@@ -97,7 +98,7 @@ def test_a_search_finds_a_schedule_that_is_right(name, arm, tmp_path, monkeypatc
     written = os.stat(kept).st_mtime_ns
     (call,), told = tuned_calls(arm, spec, [inputs], sizes)
     judge(spec, call(), inputs, sizes)
-    assert os.stat(kept).st_mtime_ns == written  # found again, not searched again
+    assert os.stat(kept).st_mtime_ns == written  # read from the cache, not searched again
     assert told == finalists and all(finalists)
 
 
@@ -141,7 +142,7 @@ def test_the_bare_matmuls_are_those_of_the_formulation(name, tmp_path, monkeypat
 
 
 def test_a_call_that_finishes_reductions_is_captured_in_a_cuda_graph():
-    """Nothing in it waits for the host, or is compiled again."""
+    """Such a call must not wait for the host, and must not compile again."""
     for name in (
         "gemm_partial_cross_entropy",
         "gemm_residual_rmsnorm_gemm",

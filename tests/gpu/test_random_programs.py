@@ -1,7 +1,8 @@
-"""Random programs on an H100 against the interpreter: ragged sizes, any schedule, poisoned memory.
+"""Tests of random programs on an H100 against the interpreter: ragged sizes, any schedule, poisoned memory.
 
-CODA_AGENT_GPU_PROGRAMS says how many (200), CODA_AGENT_GPU_SEED the first seed (0), CODA_AGENT_FAILURES a
-file for what failed: seed, sizes, schedules, source and error of each.
+CODA_AGENT_GPU_PROGRAMS is the number of programs (default 200), and CODA_AGENT_GPU_SEED the first seed
+(default 0). If CODA_AGENT_FAILURES names a file, it receives the seed, sizes, schedules, source and error of
+each failure.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Sample(NamedTuple):
 
 
 def draw_cases(wanted: int, first: int) -> tuple[list[Case], int]:
-    """So many programs that trace, and how many did not."""
+    """Return ``wanted`` programs that trace, and the number of programs that the tracer refused."""
     cases: list[Case] = []
     for tried in count():
         if len(cases) == wanted:

@@ -1,4 +1,4 @@
-"""On an H100: compute-sanitizer finds what is planted, and nothing in an accepted kernel."""
+"""Tests on an H100: compute-sanitizer finds planted faults, and finds nothing in accepted kernels."""
 
 from __future__ import annotations
 

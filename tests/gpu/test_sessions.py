@@ -1,4 +1,4 @@
-"""A session of real arms, and one of whole layers, in a worker of their own."""
+"""Tests on a GPU: a session of an operator's arms, and a session of whole layers, each in its own worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_operators_arms_sit_together() -> None:
     assert not found["failed"] and set(found["arms"]) == set(request.arms)
     for name, arm in found["arms"].items():
         assert len(arm["milliseconds"]) == 12 and all(map(math.isfinite, arm["milliseconds"]))
-        most = 1.3 if name in (OWN_TUNER, PROGRAM) else 3.0  # unfused, the sum is rounded before silu, too
+        most = 1.3 if name in (OWN_TUNER, PROGRAM) else 3.0  # unfused arms also round before silu
         assert all(0.5 < loss["yardsticks"] < most for loss in arm["losses"].values()), (name, arm["losses"])
     outputs = 128 * 3 * 11008 * 2
     assert outputs <= found["arms"][PROGRAM]["bytes"] < found["arms"][EAGER]["bytes"]

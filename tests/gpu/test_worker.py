@@ -1,4 +1,4 @@
-"""On an H100: a worker that is lost leaves a GPU that computes, and says what it was lost to."""
+"""Tests on an H100: if a worker is lost, the error states the cause, and the GPU still computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patched Hugging Face models: loss, gradients, logits and text are the unpatched model's."""
+"""Tests of patched Hugging Face models: loss, gradients, logits and text equal the unpatched model's."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_frozen_weights_have_no_gradient_and_no_product(stack: bool) -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["patched first", "adapted first"])
 def test_lora_adapters_stand_beside(first: bool) -> None:
-    import peft  # which a GPU's machine may lack
+    import peft  # imported here, because a machine with a GPU may lack it
 
     model = small_models.model("Llama")
     how = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -282,7 +282,7 @@ def test_the_models_own_checkpointing_gives_the_same_gradients(stack: bool, wher
     ran = own_operators(lambda: trained(model, tokens(), use_cache=False))
     again = trained(model, tokens(), use_cache=False)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
-    assert ran.count("block_swiglu") == 4  # each layer once more in the backward
+    assert ran.count("block_swiglu") == 4  # the backward runs each layer once more
 
 
 # Bad input

@@ -1,4 +1,4 @@
-"""Whole-stack mode: layers begin each other's norms, unless what stands between them forbids it."""
+"""Tests of whole-stack mode: a layer begins the next layer's norm, unless something in between forbids it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ CHANGES: dict[str, Change] = {
 
 
 def beside(changed: Change) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Loss and gradients of a patched model whose layers are changed after patching, and of an unpatched one
-    in fp64 with the same change."""
+    """Return loss and gradients of a patched model, and of an unpatched model in fp64. The layers of both are
+    changed after the patching."""
     model = small_models.model("Llama", num_hidden_layers=3)
     exact = copy.deepcopy(model).double()
     fused.patch(model, stack=True)

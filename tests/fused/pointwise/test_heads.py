@@ -1,5 +1,5 @@
-"""Norms and rotation of packed heads: PyTorch's form against Hugging Face's modules, and Triton's kernels,
-interpreted, against autograd of PyTorch's form."""
+"""Tests of norms and rotation of packed heads. Hugging Face's modules check our form in PyTorch. Autograd of
+this form checks the Triton kernels, which are interpreted."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_equals_hugging_face(normed):
 
 @pytest.mark.slow
 def test_one_pass_equals_pytorch():
-    """In a process of its own: Triton reads the switch to its interpreter when it decorates."""
+    """This runs in a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
     told = {**environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, str(HERE)], env=told, check=True, timeout=300)
 
 
 def compare(shape: tuple[int, ...], normed: bool, each_own: bool) -> None:
-    """``each_own``: every sequence has its own angles."""
+    """Compare the Triton kernels with autograd. ``each_own``: every sequence has its own angles."""
     packed, cos, sin, gammas = drawn(shape, torch.bfloat16)
     if each_own:
         cos, sin = (t.repeat(shape[0], 1, 1) + torch.arange(shape[0])[:, None, None] / 8 for t in (cos, sin))
@@ -71,7 +71,7 @@ def compare(shape: tuple[int, ...], normed: bool, each_own: bool) -> None:
         coming[0] = coming[0].contiguous()  # attention's gradients may have another layout
         d, *d_gammas = torch.autograd.grad(made, own, coming)
         sums = [(d.float() * own[0].detach()).sum(1)] if normed else []
-        if in_one_pass and normed:  # the gradient carries them through autograd
+        if in_one_pass and normed:  # the gradient carries the sums of rows through autograd
             rstd = torch.rand(len(d)) + 0.5
             carried = of_a_chain({"d_qkv": d, "rstd_in": rstd}, {"D": 48})
             assert carried and carried[0] is d

@@ -1,4 +1,4 @@
-"""A model's last norm: its result and gradients, and what it refuses."""
+"""Tests of a model's last norm: result, gradients, frozen inputs, and the refusal of second derivatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pointwise part of a backward: it compiles whole, and is left alone where something traces it."""
+"""Tests of the pointwise part of a backward: it compiles as one graph, but not while something traces it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_head_compiles_whole_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> 
     compiled = torch.compile(seen[0][0].run, backend="aot_eager", fullgraph=True)
     for _, arguments, found in seen:
         assert all(torch.equal(a, b) for a, b in zip(compiled(*arguments), found.values(), strict=True))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first rows, and any
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # for the first rows, for any
 
 
 def test_only_a_gpus_tensors_are_compiled_and_no_traced_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The rotation's transpose: Triton's kernel, interpreted, and PyTorch's form of it against autograd."""
+"""Tests of the rotation's transpose: autograd checks our form in PyTorch, which checks the Triton kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn(shape: tuple[int, ...]) -> tuple[Three, Three, Tensor, Tensor]:
 
 
 def forward(z: Tensor, heads: int, groups: int, cos_sin: Tensor) -> list[Tensor]:
-    """q, k and v, [tokens, heads, width], of z."""
+    """Return q, k and v of ``z``, each [tokens, heads, width]."""
     width = cos_sin.shape[1]
     even, odd = z.view(len(z), -1, width // 2, 2).unbind(-1)
     cosine, sine = cos_sin.view(len(z), 1, -1, 2).unbind(-1)
@@ -55,7 +55,7 @@ def test_equals_autograd(shape):
 
 
 def test_a_chains_pointwise_part_is_the_derived_one(monkeypatch):
-    """On a GPU the function by hand takes the place of the derived program."""
+    """On a GPU, a hand-written function replaces the derived program."""
     (_, heads, groups, _, width), length = SHAPES[0], 16
     _, values, cos_sin, rstd = drawn(SHAPES[0])
     link = functional.ATTENTION_IN[False, True]
@@ -80,7 +80,7 @@ def test_a_chains_pointwise_part_is_the_derived_one(monkeypatch):
 
 @pytest.mark.slow
 def test_one_pass_equals_pytorch():
-    """In a process of its own: Triton reads the switch to its interpreter when it decorates."""
+    """This runs in a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
     told = {**environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, str(HERE)], env=told, check=True, timeout=120)
 

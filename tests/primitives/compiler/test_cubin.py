@@ -1,4 +1,4 @@
-"""Resources read off the listings of CUDA's tools."""
+"""Test of the resources that are read from the listings of CUDA's tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One kernel: which of its schedules count."""
+"""Test of which schedule counts if a kernel's program also has one."""
 
 from __future__ import annotations
 

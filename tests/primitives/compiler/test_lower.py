@@ -1,4 +1,4 @@
-"""Lowered text: what it computes (run lane by lane), what it may contain, where it masks, which tiles fit."""
+"""Tests of lowered text: its results when it is run lane by lane, its names, its masks, tiles that fit."""
 
 from __future__ import annotations
 
@@ -345,7 +345,8 @@ def everything() -> list[Program]:
 
 
 def test_no_string_of_a_program_enters_its_text() -> None:
-    """Renamed throughout, a program lowers to the same bytes; all identifiers are ours."""
+    """If all names of a program change, its text stays the same, byte for byte. So no name in the text comes
+    from the program."""
     for program in everything():
         declared = program.signature
         renamed = {n: f"evil_{i:03}" for i, n in enumerate(sorted(declared.outputs))}
@@ -486,7 +487,7 @@ def test_hash_names_every_class_and_knows_the_program_and_the_devices_sources(
     ],
 )
 def test_constants_survive(value: float) -> None:
-    """Each as a literal that reads back to the bit."""
+    """The text has each constant as a literal that reads back as the same bits."""
     program = trace(TILE, H, "return {'o': h - 77.0}")
     nodes = tuple(n._replace(attribute=value) if n.op == "constant" else n for n in program.nodes)
     text = lower(Program(TILE, nodes, program.outputs).check()).text
@@ -499,7 +500,7 @@ def test_constants_survive(value: float) -> None:
 
 
 def test_lowering_remembers_the_sign_of_zero() -> None:
-    """Programs with 0.0 and -0.0 are equal, and their texts are not."""
+    """Two programs that differ only in 0.0 and -0.0 compare equal, but their texts differ."""
     program = trace(TILE, H, "return {'o': h - 77.0}")
 
     def with_constant(value: float) -> Program:
@@ -543,7 +544,7 @@ MASKS: list[tuple[str, bool]] = [
     ("h / h", True),
     ("h * log(h)", True),  # 0 * -inf is not a number
     ("h + per_column(b)", True),
-    ("h * per_column(b)", True),  # a vector past its end may hold what is not a number
+    ("h * per_column(b)", True),  # past its end, a vector may hold NaN
     ("h - per_row(v)", True),
     ("h + h.columns", True),
     ("join(h, h + 1)", True),
@@ -556,7 +557,7 @@ MASKS: list[tuple[str, bool]] = [
     ("where(h == 0, 1, h)", True),
     ("column_index(h) * h", True),
     ("h + full - full", False),
-    ("join(h, r) * wf", True),  # read from memory: past the edge it is the value at the edge
+    ("join(h, r) * wf", True),  # past the edge, wf is read from memory as the value at the edge
     ("h * alpha", True),  # a scalar may hold anything
 ]
 
@@ -569,7 +570,7 @@ def test_masks_appear_exactly_where_zeros_do_not_stay_zero(expression: str, mask
     text = lower(trace(wide, H, f"return {{'s': column_abs_max(where(1, {expression}, 0))}}")).text
     assert ("choose(inside_rows(place" in text) == masked and "inside_columns" not in text
     text = lower(trace(SUM, H, f"return {{'s': row_max({expression})}}")).text
-    assert "choose(inside_columns(place" in text and text.count("LOWEST") > 1  # 0 is no maximum's identity
+    assert "choose(inside_columns(place" in text and text.count("LOWEST") > 1  # 0 is not max's identity
 
 
 def test_a_mask_looks_through_a_later_steps_loads_and_vectors() -> None:
@@ -584,7 +585,7 @@ EXACT: list[tuple[dict[str, str], str, set[str]]] = [
     ({"o": "bf16"}, "return {'o': sigmoid(h)}", {"sigmoid_fast"}),
     ({"o": "bf16"}, "return {'o': silu(h)}", {"sigmoid_fast"}),
     ({"o": "bf16"}, "return {'o': tanh(h)}", {"tanh_fast"}),
-    ({"o": "fp16"}, "return {'o': sigmoid(h) * 2}", {"sigmoid"}),  # 11 bits see what 8 do not
+    ({"o": "fp16"}, "return {'o': sigmoid(h) * 2}", {"sigmoid"}),  # fp16 shows errors that bf16 hides
     ({"o": "fp32"}, "return {'o': sigmoid(h)}", {"sigmoid"}),
     ({"o": "fp32"}, "return {'o': silu(tanh(h))}", {"sigmoid", "tanh"}),
     ({"s": "fp32"}, "return {'s': row_sums(silu(h))}", {"sigmoid"}),
@@ -597,7 +598,7 @@ EXACT: list[tuple[dict[str, str], str, set[str]]] = [
     ),
     ({"o": "bf16", "e": "fp32"}, "return {'o': sigmoid(h), 'e': sigmoid(h) + 1}", {"sigmoid"}),
     ({"o": "bf16", "e": "fp32"}, "return {'o': sigmoid(h), 'e': tanh(h)}", {"sigmoid_fast", "tanh"}),
-    # What a later step sees of an earlier one was rounded to bf16 in between.
+    # An earlier step's result is rounded to bf16 before a later step reads it.
     ({"e": "fp32"}, "return {'e': gemm(silu(h), q)}", {"sigmoid_fast"}),
     ({"s": "fp32"}, "return {'s': sigmoid(row_sums(h))}", {"sigmoid"}),
     ({"o": "bf16"}, "return {'o': gelu(h) * sin(h) - cos(h)}", {"gelu_fast", "sine_fast", "cosine_fast"}),
@@ -637,7 +638,7 @@ def test_arguments_say_what_each_tensor_is() -> None:
 
 
 def roles(kernel: GemmKernel | VectorKernel, program: Program) -> dict[str, str]:
-    """Role and dtype of each argument, by the input or output that it is."""
+    """Return the role and dtype of each argument, by the name of its input or output."""
     names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op in ("input", "dim")}
     names |= {i: name for name, i in program.outputs.items()}
     return {names.get(a.node, program.nodes[a.node].op): f"{a.role} {a.dtype}" for a in kernel.arguments}
@@ -662,7 +663,7 @@ def test_arguments_of_every_role() -> None:
     (kernel,) = lower(FP8.program).gemms
     assert (kernel.dtype, kernel.b_transposed) == ("fp8_e4m3", True)
     (kernel,) = lower(WIDTHS.program).gemms
-    assert (kernel.c, kernel.d, kernel.grains) == (None, None, ())  # all by threads: no tile is as wide
+    assert (kernel.c, kernel.d, kernel.grains) == (None, None, ())  # by threads: no tile has the GEMM's width
     assert sorted(a.part for a in kernel.arguments if a.role == "partial") == [0, 0, 0, 0, 0, 1]
 
 
@@ -672,7 +673,7 @@ FITS: list[tuple[Example, dict[str, int], set[int]]] = [
     (QK_NORM, {"P": 64}, {128, 256}),
     (QK_NORM, {"P": 48}, {192}),
     (QK_NORM, {"P": 16}, {32, 64, 128, 160, 192, 224, 256}),
-    (QK_NORM, {"P": 104}, set()),  # 208 is no multiple of the 32 columns that sums of heads are made of
+    (QK_NORM, {"P": 104}, set()),  # 208 is not a multiple of 32 columns, as sums of heads need
     (QK_NORM, {"P": 24}, set()),
     (QK_NORM, {"P": 8}, set()),
     (QK_NORM, {"P": 40}, set()),
@@ -684,7 +685,7 @@ FITS: list[tuple[Example, dict[str, int], set[int]]] = [
     (TURNED, {"P": 64}, {32, 64, 128, 160, 192, 208, 224, 256}),  # a vector's heads may straddle tiles
     (TURNED, {"P": 256}, {32, 64, 128, 160, 192, 208, 224, 256}),
     (TURNED, {"P": 6}, set()),
-    (ROPE, {"P": 2}, set()),  # a thread's lanes recur every 8 columns: it would mix heads
+    (ROPE, {"P": 2}, set()),  # a thread's lanes recur every 8 columns, so it would mix heads
     (ROPE, {"P": 6}, set()),
     (ROPE, {"P": 72}, set()),
 ]
@@ -701,7 +702,7 @@ def test_tiles_hold_whole_heads_and_pairs(example: Example, sizes: dict[str, int
 
 
 def test_the_deepest_program_is_lowered() -> None:
-    """A tile, a row, a scalar and a vector through hundreds of operations each."""
+    """A tile, a row, a scalar and a vector each pass through more than a hundred operations."""
     lines = (
         H,
         "t, f, k, s = h, per_row(v), 1 / h.columns, row_sums(h)",

@@ -1,4 +1,5 @@
-"""The schedules that a program is tried on: counted as QuACK counts, and the same for every gate."""
+"""Tests of the schedules on which a program is tried. Stages are counted as in QuACK, and all gates use the
+same schedules."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ PINGPONG, COOPERATIVE = PROBES
 
 
 def crowd(loads: int, stores: int, shape: str, dtype: str = "bf16") -> tuple[Any, tuple[str, ...]]:
-    """Signature and lines of a kernel that reads and returns tiles of a shape: [M, N] or [M, 2*N]."""
+    """Return signature and lines of a kernel that loads and stores tiles of ``shape``: [M, N] or [M, 2*N]."""
     read = {f"i{k}": tensor(shape, dtype) for k in range(loads)}
     made = {f"o{k}": tensor(shape, dtype) for k in range(stores)}
     given = {"x": tensor("M, K"), "w": tensor("N, K")} | read
@@ -70,7 +71,7 @@ GATED = trace(
     "c, d = pairs(y)",
     "return {'a': join(a * t, b * t), 'b': join(c * t, d * t), 'c': e * f}",
 )
-# Programs that a cooperative 256x128 has no room for, and the tile that has.
+# Programs for which a cooperative 256x128 has no room.
 ROOMY = {
     "two double loads, two double and a half-width store": GATED,
     "three double loads, two double stores": crowded(3, 2, "M, 2*N"),
@@ -85,7 +86,8 @@ EIGHT = trace(
     ),
     "return {'q': gemm(x, w.mT) + r}",
 )
-# A process of its own: it imports the DSL. What QuACK splits is read off before anything is traced.
+# This script runs in a separate process, because it imports the DSL. It reads the number of stages that QuACK
+# computes, before anything is traced.
 COUNT = """
 import json, sys
 from primitives.device.mainloop import FusedGemm
@@ -126,7 +128,7 @@ def test_stages_of_operands_are_counted_as_quack_does(tmp_path: Path) -> None:
     counted = []
     for number, (program, sizes) in enumerate(examples):
         for gemm in lower(program).gemms:
-            for tile in sorted(TILES)[number % 4 :: 4]:  # each tile for some programs
+            for tile in sorted(TILES)[number % 4 :: 4]:  # each tile is used for some programs
                 schedule = Schedule(*tile)
                 if gemm.admits(schedule, sizes):
                     asked.append((program.to_json(), sizes, gemm.step, tile))
@@ -175,7 +177,7 @@ def test_where_no_probe_fits_the_first_candidate_that_does_is_taken() -> None:
     assert found.pingpong and fits(loads, gemm, found, {})
     assert (
         probes(QK_NORM.program, lower(QK_NORM.program).gemms[0], {"P": 40}) == []
-    )  # no tile holds its heads
+    )  # no tile holds whole heads of 80 columns
 
 
 def test_a_step_that_fits_one_schedule_leaves_the_other_steps_theirs() -> None:
@@ -195,7 +197,7 @@ def test_the_compile_gate_tells_which_schedule_it_left_out() -> None:
 
 
 def crowded_spec() -> Spec:
-    """Any spec without static dims."""
+    """Return a spec without static dims. Any such spec would do."""
     return load(SPECS / "gemm_rmsnorm.yaml", check=False)
 
 
@@ -253,7 +255,7 @@ def test_a_bundle_holds_objects_of_what_is_tried_there(monkeypatch: pytest.Monke
 def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The edit is raced over those, among them what a report of an earlier day could not know."""
+    """The edit is timed on all of these schedules, including those that an older report could not know."""
     wanted: list[tuple[int, Schedule]] = []
     monkeypatch.setattr(
         "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])
@@ -273,6 +275,6 @@ def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     assert {*known} <= schedules
     assert any(s.split for s in schedules) and any(s.tile_m == s.tile_n == 64 for s in schedules)
     wanted.clear()
-    # An edit before it races what it was raced on alone.
+    # If the incumbent is an edit, the new edit is timed only on the schedules of that edit.
     bundle._objects(spec, edited, Incumbent(edited, {}, cases))
     assert not any(schedule.split for _, schedule in wanted)

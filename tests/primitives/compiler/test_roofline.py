@@ -1,4 +1,5 @@
-"""Roofline: counts worked out by hand, what the counting rules imply, and what launches are really given."""
+"""Tests of the roofline: counts worked out by hand, consequences of the counting rules, and the memory that
+launches really receive."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from coda_agent.primitives.lang.signature import Signature
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.target import H100, Ceiling
 
-roofline = partial(roofline_on, machine=H100)  # the figures below were worked out for it
+roofline = partial(roofline_on, machine=H100)  # the figures below were worked out for an H100
 TILE = 16384 * 2048 * 2  # bytes of a bf16 tile at 1B: 64 MiB
 
 
@@ -68,7 +69,7 @@ def test_cross_entropy_at_1b() -> None:
     assert gemm.flops == found.flops == 2 * 16384 * 2048 * 32768 == 1 << 41
     target, vector = 16384 * 8, 16384 * 4  # int64, fp32
     assert gemm.reads == {"x": TILE, "w": 32768 * 2048 * 2, "target": target}
-    partials = 16384 * 128 * 4  # 8 MiB: one log-sum-exp a row and 256 columns
+    partials = 16384 * 128 * 4  # 8 MiB: one log-sum-exp per row and 256 columns
     assert gemm.writes == {"logits": 1 << 30, "partials0": partials, "selected0": vector}
     assert finish.reads == {"partials0": partials, "selected0": vector, "target": target}
     assert finish.writes == {"lse": vector, "target_logit": vector, "selected0": vector}
@@ -104,10 +105,11 @@ def test_sums_of_columns_at_1b() -> None:
 
 def test_partials_have_the_gemms_columns_whatever_the_tiles() -> None:
     gemm, *finishes = roofline(widths(), {"M": 512, "K": 64, "F": 384}).steps
-    column, row = 2 * 768 * 4, 512 * 3 * 4  # two tiles of 256 rows, three of 256 of the GEMM's columns
+    column, row = 2 * 768 * 4, 512 * 3 * 4  # two tiles of 256 rows; three tiles of 256 GEMM columns
     written = dict(gemm.writes)
     assert [written.pop("h"), written.pop("d")] == [512 * 384 * 4, 512 * 1536 * 2]
-    # Of 4*F columns two partials, one for the even and one for the odd; of F the GEMM's 2*F as well.
+    # A reduction over 4*F columns has two partials: one for even and one for odd columns. A reduction over F
+    # columns has partials for the GEMM's 2*F columns, too.
     assert sorted(written.values()) == sorted([2 * column, column, row, row, row])
     assert {tuple(sorted(f.writes)) for f in finishes} == {("sums",), ("largest",), ("lse", "peak", "top")}
     assert [f.reads["alpha"] for f in finishes if "alpha" in f.reads] == [4]
@@ -121,7 +123,7 @@ def test_an_updated_buffer_is_read_and_written() -> None:
     assert step.flops == 2 * 16 * 4096 * 4096
     assert step.reads == {"dy": 131_072, "x": 131_072, "dw": 67_108_864}
     assert step.writes == {"dw_new": 67_108_864}
-    # Neither way goes missing in the least time: the input comes from memory, the result goes back there.
+    # The least time covers both directions: the input comes from memory, and the result goes back to memory.
     assert found.limit == (2 * 131_072 + 2 * 67_108_864 - 50 * 2**20) / 3.35e12
 
 
@@ -153,14 +155,14 @@ def test_each_step_has_the_peak_of_its_own_operands() -> None:
     assert (first.compute_seconds, second.compute_seconds) == (
         first.flops / 1978.9e12, second.flops / 989.4e12,
     )  # fmt: skip
-    assert first.writes == {"t0": 512 * 256 * 2}  # handed on in the other operand's dtype
+    assert first.writes == {"t0": 512 * 256 * 2}  # stored in the dtype of the other operand
 
 
 def test_what_passes_between_steps_is_written_once_and_read_once() -> None:
     found = roofline(two_steps(), {"M": 512, "K": 128, "N": 256, "P": 64})
     first, finish, second = found.steps
     assert [(s.kind, s.step) for s in found.steps] == [("gemm", 0), ("vector", 0), ("gemm", 1)]
-    assert first.writes == {"t0": 512 * 256 * 2, "partials0": 512 * 1 * 4}  # hg; h itself never leaves
+    assert first.writes == {"t0": 512 * 256 * 2, "partials0": 512 * 1 * 4}  # t0 is hg; h is not written
     assert (finish.reads, finish.writes) == ({"partials0": 2048}, {"v0": 2048})
     assert second.reads == {"t0": 262_144, "u": 256 * 64 * 2, "v0": 2048}
     assert second.flops == 2 * 512 * 256 * 64
@@ -187,12 +189,12 @@ def test_limit_grants_the_l2_what_it_can_hold() -> None:
     program, l2 = of_spec("gemm_rmsnorm_swiglu"), 50 * 2**20
     thin = roofline(program, {"M": 16384, "D": 64, "F": 5632})
     (step,) = thin.steps
-    # Every byte read, and of those written all but 50 MiB, which may be in the L2 when the clock stops.
+    # All bytes that are read count. Of those that are written, 50 MiB may be in the L2 when the timing ends.
     assert thin.limit == (step.bytes - l2) / 3.35e12
     small = roofline(program, {"M": 256, "D": 64, "F": 256})
     assert sum(small.steps[0].writes.values()) < l2
     assert small.limit == sum(small.steps[0].reads.values()) / 3.35e12 < small.seconds
-    # Between steps nothing need leave the L2: inputs once, the output at most.
+    # Values between steps, and this small output, may stay in the L2. So only the inputs count, once.
     chain = roofline(two_steps(), {"M": 8192, "K": 64, "N": 512, "P": 64})
     inputs = 2 * (8192 * 64 + 64 * 512 + 8192 * 512 + 512 + 512 * 64)
     assert chain.limit == inputs / 3.35e12
@@ -231,13 +233,14 @@ def test_dict_survives_json_with_totals() -> None:
     assert data["machine"]["memory"] == {"value": 3.35e12, "unit": "B/s", "source": H100.memory.source}
 
 
-# Of every dim's names: 1000 is no multiple of a tile's rows, nor are any columns of a tile's.
+# Sizes of all dims. 1000 is not a multiple of a tile's rows, and no width is a multiple of a tile's columns.
 RAGGED = {"M": 1000, "K": 520, "N": 776, "D": 520, "F": 264, "V": 776, "H": 13, "P": 32}
 PROGRAMS = {**{name: of_spec(name) for name in BODIES}, "two": two_steps(), "widths": widths()}
 
 
 def given_bytes(arguments: tuple[Any, ...]) -> int:
-    """Of the memory that a launch is given: tensors and their views once, and an address of a number."""
+    """Count the bytes of memory that a launch receives. A tensor and its views count once, and the address of
+    a number counts as 4 bytes."""
     flat = [x for a in arguments for x in (a if isinstance(a, tuple) else (a,))]
     tensors = {x.data_ptr(): x.nbytes for x in flat if isinstance(x, torch.Tensor)}
     return sum((tensors | {x: 4 for x in flat if isinstance(x, int) and x > 1 << 16}).values())
@@ -248,7 +251,7 @@ def given_bytes(arguments: tuple[Any, ...]) -> int:
 def test_counts_the_bytes_that_launches_are_given(
     name: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans allocate and bind memory by the lowered text; no buffer of theirs may escape the count."""
+    """Plans allocate and bind memory as the lowered text states. The roofline must count every buffer."""
     launched: list[int] = []
 
     def stand_in(*_: Any) -> Callable[..., None]:
@@ -266,8 +269,8 @@ def test_counts_the_bytes_that_launches_are_given(
         for n, t in program.signature.inputs.items()
     }
     plan.run(inputs, plan.outputs())
-    # Given once and moved twice: a selection's buffer, which one kernel reads and empties, and an output that
-    # the store adds to, which by then holds what the updated input held.
+    # Two kinds of memory are passed once but moved twice. One kernel reads and empties a selection's buffer.
+    # A store adds to an output that already holds the values of the updated input.
     twice = set(program.signature.updates.values())
     assert launched == [
         sum(size for tensor, size in (s.reads | s.writes).items() if tensor not in twice)
