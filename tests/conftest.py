@@ -53,9 +53,9 @@ PASSED: dict[tuple[object, ...], dict[str, Any]] = {}  # the interpret gate's fi
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the environment before xdist starts its workers. The workers inherit it, so all share one cache
-    and one audit."""
-    gc.disable()  # until all modules are imported
+    """Prepare the environment before xdist starts its workers. The workers inherit the environment, so all
+    share one cache and one audit."""
+    gc.disable()  # enabled again when all modules are imported
     importlib.import_module("setuptools")  # first, because Inductor cannot import it after distutils
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _watch_candidates(directory: Path) -> None:
-    """Watch for candidates in this process and, by a sitecustomize, in every Python that it starts."""
+    """Watch for candidates in this process and, by a sitecustomize, in each Python process that it starts."""
     sys.path.append(str(AUDIT))
     import candidate_watch
 
@@ -101,8 +101,8 @@ def pytest_collection_finish() -> None:
 
 
 def _parse_commands_once() -> None:
-    """Make typer read the signatures of all commands once. It reads them at each call, which takes longer
-    than most commands."""
+    """Make typer read the signatures of all commands only once. Typer reads all signatures at each call,
+    which takes longer than most commands."""
     import typer.main
     import typer.testing
 

@@ -1,5 +1,5 @@
-"""Tests of the processes in which the compared libraries run: upstream CODA's environment and tuner, the
-CUDA toolkit that FlashInfer builds with, and the work and memory that arms have outside the timing."""
+"""Tests of the processes in which the compared libraries run: upstream CODA's environment and tuner, and the
+CUDA toolkit with which FlashInfer builds. Also tests of the work and memory of arms outside the timing."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_quacks_own_tuner_races_so_says_so_and_keeps_what_it_chose(
 
 def test_the_fastest_few_are_raced_again_in_full_and_one_of_them_is_chosen(quacks: Any) -> None:
     """The first round overestimates the speed of a schedule that runs after a pause. The final round corrects
-    this."""
+    this error."""
     calls: Counter[int] = Counter()
 
     def _kernel(x: torch.Tensor, config: int) -> None:
@@ -375,8 +375,8 @@ def test_a_finishing_pass_is_compiled_for_each_shape_once(monkeypatch: pytest.Mo
 
 
 def test_a_pass_for_more_shapes_than_a_code_object_keeps_stays_static() -> None:
-    """Twelve shapes are enough: for one code object, PyTorch keeps only eight compiled results, and it
-    compiles the second shape as dynamic."""
+    """The test uses twelve shapes, because PyTorch keeps only eight compiled results of one code object. By
+    default PyTorch also compiles the second shape as dynamic."""
     seen: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

@@ -119,8 +119,8 @@ def test_another_version_of_a_library_is_another_column(
 def test_what_was_another_for_a_while_is_measured_again(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library, torch, a reference arm or a row's question changes, and changes back. The row is measured
-    again each time, and the table shows the new figures."""
+    """A library, torch, the reference arm or a row's question changes, and changes back. Liger is measured
+    again after each change, and the table shows Liger's new figures."""
     versions = {"liger-kernel": "0.8.5", "torch": "1.0"}
     monkeypatch.setattr(keys, "version", lambda name: versions.get(name, "1.0"))
     found = measure(asked(), Results(), kept_nowhere)
@@ -279,8 +279,8 @@ def test_not_all_of_a_comparison_imports_at_once(gpu: Machine) -> None:
 def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two processes, the slower arm is left out of the second process. If the faster arm changes, the
-    slower arm is timed again."""
+    """With two processes, a column's slower arm is left out of the second process. If the faster arm changes,
+    the slower arm is timed again."""
     wanted = asked(processes=2, arms=(COMPILE, MAX_AUTOTUNE, OWN_TUNER, OUR_SEARCH))
     monkeypatch.setitem(SPEEDS, OUR_SEARCH, 1.02 * SPEEDS[OWN_TUNER])
     monkeypatch.setitem(SPEEDS, MAX_AUTOTUNE, 1.04 * SPEEDS[COMPILE])
@@ -320,7 +320,7 @@ def test_who_is_lost_ahead_of_its_session_keeps_no_other_row_from_being_tuned(gp
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
     for row in ("gemm_swiglu 1B", "gemm_rope 1B"):
         assert (row, "failed ahead of time: a schedule wrote astray") in said
-    assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(made))  # it tunes in its session instead
+    assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(made))  # the arm tunes in its session
     gpu.gone = True  # no arm is blamed for a lost GPU
     with pytest.raises(Lost, match="ECC"):
         measure(wanted, Results(), kept_nowhere)

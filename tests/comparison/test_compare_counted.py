@@ -1,5 +1,5 @@
-"""Tests of the basis of a comparison's figures: which sessions a cell uses, what counts as a win, who wrote
-the human kernels, and which rows a claim covers."""
+"""Tests of the basis of a comparison's figures: the sessions of a cell, the definition of a win, the authors
+of the human kernels, and the rows of a claim."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def drawn_words(made: Sequence[TableRow], name: str = "speedup.svg", told: str =
 
 
 def test_a_session_beside_another_reference_arm_is_not_counted() -> None:
-    """Arms are compared through the reference arm, so sessions with different versions of it do not mix."""
+    """Arms are compared through the reference arm, so sessions with an old reference arm do not count."""
     old = session({REFERENCE_ARM: arm(1.0, key="0"), PROGRAM: arm(4.0), COMPILE: arm(9.0)})
     new = session({PROGRAM: arm(2.0)}, process=1)
     assert cell(LLM, old, new).milliseconds == pytest.approx(2.0)

@@ -197,7 +197,7 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
 
 
 def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling ahead gets half of the seconds. If that is too little, each session compiles its own
+    """Compiling ahead gets half of the budget's seconds. If half is too little, each session compiles its own
     kernels."""
     left: list[tuple[bool, float]] = []
     usual = gpu.ask

@@ -1,4 +1,5 @@
-"""Tests of the environment for CODA's own package. It is really created, with a small package instead."""
+"""Tests of the environment for CODA's own package. They really create the environment, but a small package
+replaces CODA's."""
 
 from __future__ import annotations
 

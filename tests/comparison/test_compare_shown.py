@@ -296,7 +296,7 @@ def test_the_error_table_has_notes_and_says_that_outputs_may_be_fewer() -> None:
     text = markdown(hand())
     assert column(rows(text, "Error against fp64"), HUMAN) == ["1.01 <sup>4, 5</sup>"]
     assert column(rows(text, "Peak memory, MiB"), HUMAN) == ["5.0"]
-    assert page(hand(), {}).count(">4</a>, <a") == 2  # once for times, once for errors; not as 45
+    assert page(hand(), {}).count(">4</a>, <a") == 2  # in times and in errors; notes 4 and 5, not 45
     under = text.split("**Error against fp64**")[1].split("|")[0]
     assert "Notes name outputs that a column does not compute." in under
 

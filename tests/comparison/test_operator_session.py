@@ -59,8 +59,8 @@ def as_it_is(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class Interpreted:
-    """Stands in for a model's kernel and for its plan: interprets the program. ``change``: changes the
-    outputs. ``seen``: the inputs of each call."""
+    """Stands in for a model's kernel and for the kernel's plan, and interprets the program. ``change``
+    changes the outputs. ``seen`` has the inputs of each call."""
 
     program: Program
     change: Change = as_it_is

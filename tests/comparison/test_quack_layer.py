@@ -37,7 +37,7 @@ class Kernels:
     ) -> Tensor:
         self.products.append((*a.shape, b.shape[1]))
         wide = a.float() @ b.float()
-        if concat_layout and "B" in concat_layout and b.stride(-1) == 1:  # b's rows are gate, then up
+        if concat_layout and "B" in concat_layout and b.stride(-1) == 1:  # the rows of b are gate, then up
             wide = a.float() @ torch.stack(b.chunk(2), 1).flatten(0, 1).float()
         elif concat_layout and "B" in concat_layout:
             wide = torch.stack(wide.chunk(2, 1), -1).flatten(1)

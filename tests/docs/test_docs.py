@@ -83,11 +83,11 @@ def test_every_block_has_a_language() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_commands_run(here: Path, no_keys: None, command: Command, block: str) -> None:
-    """Commands run in this process, which has already imported PyTorch and has a compiler. A block runs in a
-    shell if it has more than commands and files for their output."""
+    """A block that has only commands, and files for their output, runs in this process, which has already
+    imported PyTorch and has a compiler. Any other block runs in a shell."""
     made = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("make ")]
     continuous = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert set(made) <= {*continuous, "make test-gpu"}  # CI runs them
+    assert set(made) <= {*continuous, "make test-gpu"}  # CI runs the make commands
     rest = [line for line in block.splitlines() if not line.startswith("make ")]
     plain = [PLAIN.fullmatch(line) for line in rest]
     if not all(plain):

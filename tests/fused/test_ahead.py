@@ -1,5 +1,5 @@
-"""Tests of objects that are built ahead of time: which programs a patched model calls, and that a call loads
-an object or waits for the process that compiles it."""
+"""Tests of objects that are built ahead of time: the programs that a patched model calls, and a call that
+loads an object after waiting for the process that compiles the object."""
 
 from __future__ import annotations
 

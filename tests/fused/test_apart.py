@@ -1,4 +1,4 @@
-"""Tests of a projection that returns its parts and the stream: one backward takes all of their gradients."""
+"""Tests of a projection that returns its parts and the stream: one backward takes the gradients of all."""
 
 from __future__ import annotations
 

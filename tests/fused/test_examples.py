@@ -1,4 +1,4 @@
-"""Tests of the examples, at a tiny size."""
+"""Test of the examples, at a tiny size."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ def test_it_compiles_whole_for_any_rows(name: str, backend: str, where: Where) -
         found, plain = gradients(compiled, given), gradients(PARTS[name].ours, given)
         for each in plain:
             assert loss_of(found[each], plain[each]) < where.close, (rows, each)
-    assert 0 < counted.graphs <= 2  # for the first rows, for any rows
+    assert 0 < counted.graphs <= 2  # one graph for the first rows, one for any rows
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -33,7 +33,7 @@ from coda_agent.verifier.gpu.guards import POISONS, Guarded, untouched
 DEVICE = "cuda"
 POISON = POISONS[0]  # the value of every byte: floats are NaN, integers -1
 SECONDS = 150  # limit for one case; compiling takes most of the time
-REFUSED = (RuntimeError, ValueError, AssertionError)  # the tuner skips such schedules; includes DSLBaseError
+REFUSED = (RuntimeError, ValueError, AssertionError)  # the tuner also skips a schedule after one of these
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
 
 

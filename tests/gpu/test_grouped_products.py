@@ -99,7 +99,7 @@ def bounded(offsets: list[int]) -> list[int]:
 
 
 def truthful(inputs: Tensors, offsets: list[int]) -> Tensors:
-    """Return the inputs as a kernel interprets them: offsets and index are moved into their bounds."""
+    """Return the inputs as a kernel interprets them: offsets and index are clamped to their bounds."""
     right = {"offsets": torch.tensor(bounded(offsets), dtype=torch.int32, device="cuda")}
     right |= {name: t.clamp(0, len(inputs["x"]) - 1) for name, t in inputs.items() if name == "index"}
     return inputs | right

@@ -91,7 +91,7 @@ def test_a_norm_of_heads_runs_its_hooks(register: str) -> None:
 def test_generate_gives_the_same_tokens(family: str, stack: bool) -> None:
     model = small_models.model(family).eval()
     mask = torch.ones(2, 9, dtype=torch.int64)
-    mask[1, :4] = 0  # a shorter prompt
+    mask[1, :4] = 0  # the second prompt is shorter
     how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     usual = model.generate(tokens(2, 9), **how)
     fused.patch(model, stack=stack)
@@ -226,7 +226,7 @@ def test_frozen_weights_have_no_gradient_and_no_product(stack: bool) -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["patched first", "adapted first"])
 def test_lora_adapters_stand_beside(first: bool) -> None:
-    import peft  # imported here, because a machine with a GPU may lack it
+    import peft  # imported here, because a machine with a GPU may lack peft
 
     model = small_models.model("Llama")
     how = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

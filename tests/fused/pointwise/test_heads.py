@@ -1,5 +1,5 @@
-"""Tests of norms and rotation of packed heads. Hugging Face's modules check our form in PyTorch. Autograd of
-this form checks the Triton kernels, which are interpreted."""
+"""Tests of norms and rotation of packed heads. The PyTorch implementation is compared with Hugging Face's
+modules. The Triton kernels, interpreted, are compared with autograd of the PyTorch implementation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_equals_hugging_face(normed):
 
 @pytest.mark.slow
 def test_one_pass_equals_pytorch():
-    """This runs in a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
+    """The test needs a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
     told = {**environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, str(HERE)], env=told, check=True, timeout=300)
 

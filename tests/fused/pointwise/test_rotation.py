@@ -1,4 +1,5 @@
-"""Tests of the rotation's transpose: autograd checks our form in PyTorch, which checks the Triton kernel."""
+"""Tests of the rotation's transpose. The PyTorch implementation is compared with autograd, and the Triton
+kernel, interpreted, with the PyTorch implementation."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_a_chains_pointwise_part_is_the_derived_one(monkeypatch):
 
 @pytest.mark.slow
 def test_one_pass_equals_pytorch():
-    """This runs in a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
+    """The test needs a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
     told = {**environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, str(HERE)], env=told, check=True, timeout=120)
 
