@@ -1,5 +1,5 @@
-"""Rules for imports: the layers, the jail's restriction to the standard library, and the command's fast
-start."""
+"""Rules for imports (the layers, the jail's restriction to the standard library, the command's fast start),
+for names of classes, and for docstrings."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from checkout import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LAYERS, CIRCLES, JAIL = PROJECT["tool"]["importlinter"]["contracts"]
 PACKAGES = ("agent", "comparison", "fused", "primitives", "verifier")
+# files whose text is hashed or recorded, and kernels that are inputs of tests
+FROZEN = ("primitives/device", "benchmarks/authoring/operators.py", "tests/honest")
 LINT = "from importlinter.cli import lint_imports_command as lint; lint()"
 HEAVY = {
     "anthropic",
@@ -127,3 +129,17 @@ def test_no_two_classes_have_one_name() -> None:
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_no_docstring_opens_with_what() -> None:
+    places = (ROOT / folder for folder in (*PACKAGES, "benchmarks", "tests"))
+    opened = []
+    for path in sorted(path for place in places for path in place.rglob("*.py")):
+        if any(path.is_relative_to(ROOT / frozen) for frozen in FROZEN):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if first.partition(" ")[0] in ("What", "Whom", "Who", "Of", "Those"):
+                    opened.append(f"{path.relative_to(ROOT)}: {first}")
+    assert opened == []

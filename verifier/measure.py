@@ -387,7 +387,7 @@ def _new_hidden_sizes(spec: Spec) -> dict[str, Any]:
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
     """The finalists (schedules of the last tuning round) of each QuACK arm. An arm is left out if two
-    processes have different finalists, as after QuACK's cache was emptied between the processes."""
+    processes have different finalists, for example because QuACK's cache was emptied between them."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 

@@ -2,7 +2,7 @@
 
 A bundle is one JSON file with programs, specs, expected hashes and known schedules. The results come back in
 another JSON file. The measuring machine gets only programs and edited CuTeDSL, not an author's kernel file.
-The measuring machine compiles edited CuTeDSL in the sandbox.
+If the objects of edited CuTeDSL are missing, the measuring machine compiles the CuTeDSL in the sandbox.
 """
 
 from __future__ import annotations

@@ -226,8 +226,8 @@ def _loop(
 
 
 def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
-    """Call a tool for the author of a run, and return the tool's result. The call belongs to the turn in
-    which the author prepares the next answer."""
+    """Call a tool for the author of a run, and return the tool's result. The journal numbers the
+    call by the answer that the author prepares."""
     keys = [event.key for event in run.journal.events()]
     turn = 1 + sum(key.startswith("answer/") for key in keys)
     used = sum(key.startswith((f"{tools.DRAFT}/{turn}.", f"{tools.TIP}/{turn}.")) for key in keys)

@@ -161,7 +161,8 @@ def _config(config: Config) -> str:
 
 
 def _sees(t: Timing) -> str:
-    """The smallest difference in speed that the measurement could detect for every arm, as text."""
+    """As text: the least difference in speed that the measurement could detect, for the arm where it is
+    largest."""
     least = [r.detectable for r in t.ratios.values() if r.detectable is not None]
     return f"{max(least):.1%}" if least else ""
 

@@ -38,7 +38,7 @@ from coda_agent.verifier.statistics import student_quantile
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(heads=16, head_width=64, ffn=2816, sequences=2, length=128)
 END = torch.finfo(torch.float8_e4m3fn).max
-LOUD, TIMES = 64, 30.0  # one input channel in LOUD is multiplied by TIMES, as in trained models
+LOUD, TIMES = 64, 30.0  # one input channel of every LOUD is multiplied by TIMES, as in trained models
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Scaled = tuple[Tensor, Tensor]

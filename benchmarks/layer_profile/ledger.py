@@ -29,7 +29,7 @@ IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
 
 @dataclass(frozen=True)
 class Share:
-    """What is known of a part of a backward without timing: name, group, FLOPs and compulsory bytes."""
+    """A part of a backward, as far as it is known without timing: name, group, FLOPs and compulsory bytes."""
 
     what: str
     group: str

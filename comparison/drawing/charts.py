@@ -136,7 +136,7 @@ def _speedup(lines: Sequence[TableRow], measured: str) -> Figure | None:
 
 def _footnotes(lines: Sequence[TableRow], rivals: Sequence[str]) -> list[str]:
     """Footnotes for the chart. Some explain the marks. Others name the operators for which a column of
-    human-written kernels contains our work or PyTorch's."""
+    people's kernels has a kernel that we composed, or leaves a part to PyTorch."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
         f"{name}: for {_listed(found)}, {SHARED[name].drawn}."

@@ -209,8 +209,8 @@ def fastest(line: TableRow) -> str | None:
 
 
 def summed(found: Summary) -> list[tuple[str, ...]]:
-    """The rows of the summary under the headings SUMMARY. There is a row for each operator, kind of kernels,
-    total and whole layer."""
+    """The rows of the summary under the headings SUMMARY. There is a row for each operator (layers included),
+    for each kind of kernels, and for each total."""
     tallies = (*found.operators, *found.kinds, *found.totals)
     return [
         (tally.name, tally.average, f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))

@@ -16,7 +16,8 @@ BULK = "bulk_copy"  # the error code for a bulk copy that the GPU would refuse
 PLAIN = ("UTMALDG.2D", "UTMASTG.2D", "UTMAREDG.2D")  # bulk copies of an ordinary GEMM
 # bulk copies of a GEMM whose rows belong to experts; each expert has its own matrix
 GROUPED = ("UTMALDG.2D", "UTMALDG.3D", "UTMASTG.3D")
-OWN = ("UTMALDG.4D", "UTMASTG.3D")  # bulk copies of a kernel with one GEMM per expert, over the expert's rows
+# bulk copies of a kernel with one GEMM per expert, whose inner dimension is the expert's rows
+OWN = ("UTMALDG.4D", "UTMASTG.3D")
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,10 @@ def check_bulk(sass: str, allowed: Collection[str] = PLAIN) -> None:
     """Raise CompileError for a bulk copy that is not ``allowed``. By default, only copies of a matrix's tile
     are allowed.
 
-    QuACK describes a tensor without a batch axis to the GPU as the rows of many problems. This description
-    has a third axis, and an address far from the tensor's own. A kernel with expert offsets needs stores with
-    this description, because no other store stops at the end of an expert's rows. In a kernel without expert
-    offsets, the GPU refuses a copy with this description as an illegal instruction."""
+    For a tensor without a batch axis, QuACK gives the GPU a description with a third axis, as if the rows
+    belonged to many problems, and with an address far from the tensor's own. A kernel with expert offsets
+    needs stores with this description, because no other store stops at the end of an expert's rows. In a
+    kernel without expert offsets, the GPU refuses a copy with this description as an illegal instruction."""
     if wrong := sorted(set(re.findall(r"\bUTMA(?:LDG|STG|REDG)\.[1-5]D", sass)) - {*allowed}):
         raise CompileError(f"{', '.join(wrong)}: bulk copies here are {', '.join(allowed)}", BULK)
 

@@ -26,8 +26,8 @@ PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
 def lower(program: Program, *, early: bool = False) -> Lowered:
-    """Lower a checked program. ``early``: launch the vector kernels after a GEMM while the GEMM still runs;
-    each of them then waits until the GEMM ends. Raises ProgramError if QuACK's epilogue operators cannot
+    """Lower a checked program. ``early``: launch a vector kernel while the GEMM before it still runs; the
+    vector kernel then waits until that GEMM ends. Raises ProgramError if QuACK's epilogue operators cannot
     express the program."""
     return _lowered(program, early=early)
 
@@ -66,9 +66,9 @@ def _written(
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
     """The module's header, body and kernels, before a hash is appended to the kernels' names.
 
-    ``program_hash`` and ``operations`` are only parts of the cache's key. Two programs that differ only in
-    the sign of a zero compare equal, but have different hashes. A proposed primitive may redefine an
-    operation. Then the program and its hash stay the same, but ``operations`` differ."""
+    ``program_hash`` and ``operations`` are arguments only so that the cache tells calls apart. Two programs
+    that differ only in the sign of a zero compare equal, but have different hashes. A proposed primitive may
+    redefine an operation. Then the program and its hash stay the same, but ``operations`` differ."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
     bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps, early)

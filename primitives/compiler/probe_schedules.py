@@ -25,7 +25,8 @@ PROBES = tuple(Schedule(*probe) for probe in TARGET.probes)
 MAINLOOP_BYTES = 1024  # shared memory that the mainloop's barriers take
 ALIGNMENT = 1024  # bytes that the alignment of an epilogue's buffer may take from the operands
 ROW_BYTES = 128  # bytes per row of an operand in one stage, for any dtype
-# The most load stages: QuACK's own limit, and our limit if QuACK's leaves fewer than three operand stages.
+# The maximum number of load stages. QuACK uses the first; we use the second if the first leaves fewer than
+# three operand stages.
 LOAD_STAGES = (4, 2)
 FEWEST = 2  # least number of operand stages: with one stage, the mainloop waits for itself forever
 
@@ -47,9 +48,9 @@ def probes(
 
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """Return the schedules that tuning tries first. They have the tiles that the step accepts at these sizes,
-    in all clusters with as many CTAs as the default schedule's cluster. Each pingpong schedule occurs without
-    ``deep`` and with ``deep``. If the output's size is unknown, all schedules have large tiles."""
+    """Return the schedules that tuning tries first. Each tile that the step accepts at these sizes is
+    combined with each cluster that has as many CTAs as the default schedule's cluster. Each pingpong schedule
+    occurs without ``deep`` and with ``deep``. If the output's size is unknown, all tiles are large."""
     whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
     found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
     deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]

@@ -132,8 +132,8 @@ MOST_SHARED = TARGET.block_bytes  # bytes of shared memory that a launch may req
 
 
 def same_host(data: bytes, honest: bytes) -> bool:
-    """Whether an object's launch code equals that of ``honest``, the object of the unedited code with the
-    same kernel, schedule, module and class names.
+    """Whether an object's launch code equals that of ``honest``. The unedited code of the same kernel was
+    compiled to ``honest``, on the same schedule and under the same names of module and class.
 
     Two differences are allowed: the cubins, and the number of shared-memory bytes that the launch requests
     (at a known location in the code). If the result is true, the launcher runs no new host code. Raises

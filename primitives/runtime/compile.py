@@ -96,9 +96,9 @@ def report(
 def _schedules_to_compile(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """For each step, return the schedules for which to compile the step. The list is empty if no tile suits
-    the width of the step's heads. Raises CompileError if the step's epilogue leaves too little shared memory
-    on every tile."""
+    """For each step, return a list of the schedules for which to compile the step. A step's list is empty if
+    no tile suits the step. Raises CompileError if the step's epilogue leaves too little shared memory on
+    every tile."""
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)

@@ -1,4 +1,4 @@
-"""What a cheat is: an honest kernel, the one change that makes it hostile, and how that must end."""
+"""A cheat: an honest kernel, the one change that makes it hostile, and how the cheat must end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Twin:
 
     @property
     def sent(self) -> str:
-        """What a child that has been taken over executes to send the honest program."""
+        """The code with which a child that was taken over sends the honest program."""
         return sends(self.program.to_json(), self.traced[1])
 
     def cheat(self, name: str, tries: str, changes: Mapping[str, str], ends: Rejection | Contained) -> Cheat:

@@ -102,7 +102,7 @@ def code_for_an_input(program: Json) -> None:
 
 @cheat(refused("input", "is no input"))
 def a_surrogate_for_an_input(program: Json) -> None:
-    """What no file and no terminal can write."""
+    """Neither a file nor a terminal can write this character."""
     node(program, "input")[2] = "\ud800"
 
 

@@ -37,7 +37,7 @@ def sources(seed: int) -> Iterator[Hostile]:
 
 
 def _inserted(cheat: Cheat) -> str:
-    """What a cheat puts into its twin, at the left margin; empty where it changes a line of it."""
+    """The lines that a cheat inserts into its honest twin, dedented; empty if the cheat changes a line."""
     honest, lines = cheat.twin.source.splitlines(), cheat.source.splitlines()
     start = next((i for i, (a, b) in enumerate(zip(honest, lines, strict=False)) if a != b), len(honest))
     more = len(lines) - len(honest)
@@ -60,7 +60,7 @@ def _kernel(lines: str, random: Random) -> Hostile:
 
 
 def _child(cheat: Cheat, random: Random) -> Hostile:
-    """What a child tries before it sends its answer; the names that it leaves are those of the module."""
+    """The code that a child runs before it sends its answer. The names it assigns are the module's."""
     lines, _, after = cheat.source.partition(RMSNORM.sent)
     wrapping, lines = _wrapped(lines, random, BLOCKS)
     return Hostile(f"{_padded(lines, random)}\n{RMSNORM.sent}{after}", True, wrapping)
@@ -126,7 +126,7 @@ WRAPPINGS: dict[str, Callable[[str, Random], str]] = BLOCKS | {
 
 
 def _expression(lines: str) -> str:
-    """What lines compute last, or a way out where they compute nothing."""
+    """The last value that the lines compute. If they compute none, an expression that reaches builtins."""
     last = lines.strip().splitlines()[-1].strip()
     value = last.partition(" = ")[2]
     return value or (last if last.endswith(")") and ":" not in last else "len.__self__")

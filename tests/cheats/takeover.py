@@ -14,7 +14,7 @@ def says(name: str, tries: str, lines: str, ends: Rejection | Contained, after: 
 
 
 def refused(name: str, tries: str, lines: str, before: str = "pass") -> Cheat:
-    """What the operating system must refuse: if it does not, the child never sends its program."""
+    """Lines that the operating system must refuse. If it allows them, the child never sends its program."""
     body = "".join(f"    {line}\n" for line in lines.splitlines())
     attempt = f"try:\n{body}except (OSError, RuntimeError, ValueError):\n    pass\nelse:\n    os._exit(9)"
     return says(name, tries, f"import os\n{before}\n{attempt}", Contained())

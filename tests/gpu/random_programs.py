@@ -28,12 +28,21 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.primitives.runtime.tune import refusals
 from coda_agent.verifier.gpu.guards import POISONS, Guarded, untouched
 
 DEVICE = "cuda"
 POISON = POISONS[0]  # the value of every byte: floats are NaN, integers -1
+ERRORS: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NameError,
+    OSError,
+    TypeError,
+    *refusals(),
+)
 SECONDS = 150  # limit for one case; compiling takes most of the time
-REFUSED = (RuntimeError, ValueError, AssertionError)  # the tuner also skips a schedule after one of these
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
 
 
@@ -110,7 +119,7 @@ def run_case(task: tuple[int, str]) -> bool:
         chosen = case(seed)
         assert chosen is not None  # the caller passes only seeds whose programs trace
         found |= check(chosen)
-    except (ArithmeticError, AttributeError, LookupError, NameError, OSError, TypeError, *REFUSED):
+    except ERRORS:
         found["error"] = traceback.format_exc(limit=-6)[-3000:]
     faulthandler.cancel_dump_traceback_later()
     Path(path).write_text(json.dumps(found), encoding="utf-8")
@@ -126,7 +135,7 @@ def check(chosen: Case) -> dict[str, Any]:
             with few_clusters(any(s.split for s in schedules.values())):
                 plan = Plan(KernelSource(chosen.program, schedules), chosen.sizes, DEVICE)
             found = compare(chosen.made, plan, chosen.seed)
-        except REFUSED:
+        except refusals():  # the tuner also skips a schedule after one of these
             words.append(traceback.format_exc(limit=-3)[-1500:])
             if "illegal" in words[-1] or "misaligned" in words[-1]:
                 break

@@ -17,7 +17,7 @@ from coda_agent.verifier.numerics.sizes import TILE, hidden
 from coda_agent.verifier.report import Accepted
 from coda_agent.verifier.spec.model import Spec
 
-# tolerance for rounded figures of numerics, and for the ratio between timings of the same kernel
+# tolerance when rounded figures are compared: those of numerics, and ratios of timings
 ROUNDED = 1e-4
 
 _Read = TypeVar("_Read", bound=BaseModel)
@@ -34,7 +34,8 @@ class _Errors(BaseModel):
 
 
 class _Proved(BaseModel):
-    """One case's figures in the numerics gate. ``plans``: the number of tried choices of schedules."""
+    """One case's figures in the numerics gate. ``plans``: how many times the kernel was planned, each
+    time with other schedules."""
 
     outputs: dict[str, _Errors]
     families: tuple[str, ...]
@@ -43,7 +44,7 @@ class _Proved(BaseModel):
 
 class _Steady(BaseModel):
     """One case's figures in the stability gate. ``repeats``: how often the gate repeated the kernel.
-    ``plans``: the number of tried choices of schedules."""
+    ``plans``: how many times the kernel was planned, each time with other schedules."""
 
     repeats: int
     plans: int

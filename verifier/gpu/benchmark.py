@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-# limit on the time of all rounds, in seconds; at its power limit, a GPU raises and lowers its clock rates
-# about once in this time
+# Longest time of all rounds, in seconds. At the power limit, clock rates rise and fall about once in this
+# time, so the rounds see both.
 LONGEST = 1.5
 # number of host timings; each one waits until the device is idle, and a kernel of a 70B model takes 17 ms
 HOST_CALLS = 21

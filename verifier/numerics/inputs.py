@@ -126,8 +126,8 @@ def _spikes(of: _Drawn) -> Tensor:
 
 def _negative(of: _Drawn) -> Tensor:
     """Make weights positive, and activations negative and 40 times as large, so that every result of a matmul
-    is far below zero. Then a running maximum that starts at zero would be wrong, and so would a zero added to
-    a sum of exponentials."""
+    is far below zero. Then a running maximum that starts at zero is wrong, and so is a sum of exponentials
+    that counts a padding zero as exp(0)."""
     return of.values.abs_().mul_(-40.0 if of.activation else 1.0)
 
 
@@ -207,7 +207,7 @@ def _draw(
         values = stretched(_typical(tensor, values, sizes, own, seed), family)
     elif init.normal:
         activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
-        shared = _generator(f"{seed}/", device)  # same for all inputs, since none has the empty name
+        shared = _generator(f"{seed}/", device)  # same for all inputs: their names are not in the seed
         values = (FAMILIES | ON_CPU)[family](
             _Drawn(values, init.normal.at(sizes), activation, fp8, own, shared)
         )

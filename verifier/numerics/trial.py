@@ -63,9 +63,9 @@ def _check_rows(spec: Spec) -> None:
 
 
 def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Run the reference on the drawn inputs. The reference of a backward also needs computed inputs, so first
-    run the forward, and ``head``, the backward's part before its matmuls. Return all inputs of the
-    reference."""
+    """Run the reference on the drawn inputs. The reference of a backward also needs computed inputs. So first
+    run the forward; then run ``head``, which is the backward's part before its matmuls. Return all inputs of
+    the reference."""
     inputs = dict(drawn)
     for part in (spec.before, spec.head):
         inputs |= _try(part, "forward", inputs, sizes) if part else {}
@@ -87,8 +87,8 @@ def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:
 
 
 def _multiple(spec: Spec) -> tuple[int, str]:
-    """Find the least number for which the reference runs if certain dims are multiples of the number. Return
-    the number and the names of these dims, or 0 and "" if no number is found. Try only powers of two, and
+    """Find the least number such that the reference runs once certain dims are multiples of it. Return the
+    number and the names of these dims, or 0 and "" if no number is found. Try only powers of two, and
     numbers in the reference's text."""
     literals = {n.value for n in ast.walk(ast.parse(spec.reference)) if isinstance(n, ast.Constant)}
     numbers = sorted({2**n for n in range(1, 9)} | {n for n in literals if type(n) is int and 1 < n <= 1024})

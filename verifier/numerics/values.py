@@ -89,9 +89,8 @@ def trial(spec: Spec, times: Mapping[str, int] | None = None) -> tuple[dict[str,
     in ``times`` (by default 2). So all sizes differ, and swapped dims are detected.
 
     Integers are drawn as ``init`` says. If ``init`` has an ``ignored`` value, the last entry (or row) has
-    this value. All other inputs are fp64 in [0.5, 1.5). For a backward, the inputs that its forward computes
-    are not returned.
-    Raises BadReference if a range of integers is empty at these sizes.
+    this value. All other inputs are fp64 in [0.5, 1.5). For a backward, inputs that are results of the
+    forward are not returned. Raises BadReference if a range of integers is empty at these sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))

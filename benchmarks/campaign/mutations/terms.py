@@ -112,8 +112,8 @@ def other_spread(site: Site) -> str:
 
 
 def other_range(site: Site) -> str:
-    """Move a range of columns, or only the end of the range. The distance is two columns, or the start or
-    width of one of the program's ranges."""
+    """Move a range of columns, or only the end of the range. The distance in columns is two, or equals the
+    start or the width of one of the program's ranges."""
     index = site.node(*RANGES)
     ranges = [str(n.attribute).split(", ") for n in site.graph.program.nodes if n.op in RANGES]
     first, width = map(Dim.parse, str(site.graph.nodes[index].attribute).split(", "))

@@ -118,8 +118,8 @@ def keys(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """What a client received from a server in another process, from the first question to a checked
-    kernel."""
+    """All answers that a client received from a server in another process, from the first question to a
+    checked kernel."""
 
     place: Path
     specs_before: dict[Path, str]

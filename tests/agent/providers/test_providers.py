@@ -1,4 +1,4 @@
-"""What all providers share: their types, their registry, and the replay of runs."""
+"""Code that all providers share: their types, their registry, and the replay of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run teaches, read from real journals, and the command that adds a lesson to the log."""
+"""Lessons of runs, read from real journals, and the command that adds a lesson to the log."""
 
 from __future__ import annotations
 

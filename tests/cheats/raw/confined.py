@@ -1,4 +1,4 @@
-"""What a confined child can do whose text no check of the language stopped, and what it may answer."""
+"""Cheats by a confined child whose text passed all checks of the language: its actions and its answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def bare(name: str, tries: str, lines: str, ends: Rejection | Contained) -> Chea
 
 
 def refused(name: str, tries: str, lines: str) -> Cheat:
-    """What the operating system must refuse: if it does not, the words are others."""
+    """Lines that the operating system must refuse. If it allows them, the compile gate's message differs."""
     said = f"try:\n{indented(lines, 4)}except OSError:\n    raise SystemExit('refused')\n"
     code = f"import os\n{said}raise SystemExit('allowed')"
     return bare(name, tries, code, rejected("compile", "compiler", "SystemExit: refused"))

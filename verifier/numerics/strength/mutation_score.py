@@ -23,9 +23,9 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
     A mutant that a program can express is judged as in the interpret gate, in the same families and with the
-    same limits. Any other mutant is judged as on a GPU. The list is empty for a strong spec. Small sizes on a
-    CPU suffice. If a mutant's fp64 results equal the reference's in every family, apart from rounding, the
-    mutant is left out of the list.
+    same limits. Any other mutant is judged as in the numerics gate on a GPU, which has fewer families. The
+    list is empty for a strong spec. Small sizes on a CPU suffice. If a mutant's fp64 results equal the
+    reference's in every family, apart from rounding, the mutant is left out of the list.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
