@@ -52,7 +52,9 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
     if not found:
         near = get_close_matches(name, [path.stem for path in shipped(SPECS).glob("*.yaml")], n=1)
         remedy = f", such as --spec {near[0]}" if near else ""
-        raise typer.BadParameter(f"{kernel}: neither {beside} nor {ours} exists; give --spec{remedy}")
+        raise typer.BadParameter(
+            f"{kernel}: no spec: neither {beside} nor {ours} exists; give --spec{remedy}"
+        )
     if len(found) > 1 and not found[0].samefile(found[1]):
         echo(f"coda-agent: using the spec {found[0]}, not {found[1]}; choose with --spec", err=True)
     return found[0]
@@ -155,4 +157,6 @@ def refuse_no_source(kernel: Path, command: str, *also: str) -> None:
     for ending, what in NO_SOURCE.items():
         if kernel.name.endswith(ending) and ending not in also:
             words = what.format(name=name, path=kernel)
-            raise typer.BadParameter(f"{kernel}: is {words}; {command} takes a kernel's source: {name}.py")
+            raise typer.BadParameter(
+                f"{kernel}: this is {words}; {command} takes a kernel's source: {name}.py"
+            )

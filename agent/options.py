@@ -27,7 +27,7 @@ _AUTO_HELP = ", else ".join(auto.help for _, auto in providers.automatic())
 
 
 def _users(option: str) -> str:
-    return ", ".join(providers.used_by(option))
+    return " and ".join(providers.used_by(option))
 
 
 Gpu = Annotated[
@@ -51,7 +51,8 @@ class MeasuringOptions:
     quack: Annotated[
         bool,
         typer.Option(
-            "--quack", help="Also measure QuACK's own epilogues, with its tuner's schedules and with CODA's."
+            "--quack",
+            help="Also measure QuACK's own kernel of the operator, tuned by QuACK and by coda-agent.",
         ),
     ] = False
     rounds: Annotated[
@@ -120,7 +121,7 @@ class AuthoringOptions:
         typer.Option(help=f"The author. auto: {_AUTO_HELP}."),
     ] = ProviderName(AUTO)
     attempts: Annotated[int, ATTEMPTS] = 6
-    model: Annotated[str | None, typer.Option(help=f"Model, for {_users('--model')}.")] = None
+    model: Annotated[str | None, typer.Option(help=f"The model, for {_users('--model')}.")] = None
     author: Annotated[
         str, typer.Option(help=f"The author's name in the report, for {_users('--author')}.")
     ] = "unnamed author"

@@ -65,7 +65,7 @@ class Effort:
     budget_seconds: Annotated[
         float | None,
         typer.Option(
-            min=1, help="Start no session that may end later than this. Repeat the command to continue."
+            min=1, help="Start no session that may end after these seconds. Repeat the command to continue."
         ),
     ] = None
     again: Annotated[bool, typer.Option("--again", help="Retry failed arms.")] = False

@@ -157,7 +157,9 @@ class Launcher:
         LaunchError."""
         program, names = how.program, self.names
         if how.wide:
-            raise LaunchError(f"{program.signature.name}: matrices are fp32; on a GPU they must be 16-bit")
+            raise LaunchError(
+                f"{program.signature.name}: matrices are fp32; on a GPU, convert them to 16-bit first"
+            )
         device = inputs[names[0]].device
         taken = {**inputs, **{n: launchable(inputs[n]) for n in names}}
         with on_device(device):

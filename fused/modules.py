@@ -18,7 +18,7 @@ def _linear(columns: int, rows: int) -> nn.Linear:
 
 def _norm(module: nn.RMSNorm) -> functional.Norm:
     if module.eps is None:
-        raise ValueError("the RMSNorm has no eps of its own: make it with torch.nn.RMSNorm(width, eps=1e-6)")
+        raise ValueError("the RMSNorm has eps=None: make it with torch.nn.RMSNorm(width, eps=1e-6)")
     return functional.Norm(module.weight, module.eps)
 
 
@@ -55,7 +55,9 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
         super().__init__()
         if not functional.rotates(head_width):
-            raise ValueError(f"no tile holds whole heads of {head_width} columns; use 64 or 128, say")
+            raise ValueError(
+                f"no tile holds whole heads of {head_width} columns; use a width such as 64 or 128"
+            )
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
         self.q_proj = _linear(width, heads * head_width)
         self.k_proj, self.v_proj = (_linear(width, kv_heads * head_width) for _ in range(2))

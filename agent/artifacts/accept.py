@@ -160,7 +160,9 @@ def accept(
     report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
-        raise Refused(f"{primitive} is not a kernel; merge it: coda-agent primitive {primitive} --merge")
+        raise Refused(
+            f"{primitive} is a primitive, not a kernel; merge it: coda-agent primitive {primitive} --merge"
+        )
     given = journal.header["run"]  # the name of this run; a replay's authorship names the recorded run
     if not isinstance(report, Accepted) or kernel is None:
         raise Refused(
@@ -170,12 +172,14 @@ def accept(
     name, edited = report.identity.spec, kernel.edited is not None
     if edited and not looked:
         raise Refused(
-            f"{name}: this is edited CuTeDSL, which a person has to vouch for: read it (coda-agent review "
-            f"{given}), then say --looked"
+            f"{name}: this is edited CuTeDSL, which a person must read first: coda-agent review {given}; "
+            f"then coda-agent accept {given} --looked"
         )
     lowered = kernel.lowered
     if lowered.hash != report.identity.lowered_hash or kernel.program.hash != report.identity.program_hash:
-        raise Refused(f"{name}: the evidence is for other lowered code (other versions?): measure again")
+        raise Refused(
+            f"{name}: program or lowered code differ from the measured ones (other versions?): measure again"
+        )
     report = report.model_copy(update={"authorship": outcome.authorship})
     texts = (outcome.source, kernel.program.to_json())
     written = dict(zip(files(name, directory, edited=edited), texts, strict=False))
@@ -190,7 +194,7 @@ def accept(
         atomic_files.put(directory, evidence.name, written)
     except OSError as error:
         place = error.filename or directory  # the error of a failed write does not name a file
-        remedy = "make room" if error.errno in FULL else "make it writable"
+        remedy = "free disk space" if error.errno in FULL else "make it writable"
         raise Refused(f"{place}: {error.strerror}; {remedy} and accept again") from None
     return [*(path for path in written if path not in (evidence, run)), evidence, run]
 

@@ -218,7 +218,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
             measurement = MEASUREMENT.validate_python(result.measurement)
         except ValidationError as error:
             raise InvalidInput(
-                f"{path}: run {result.run}: {error.error_count()} errors, the first: "
+                f"{path}: run {result.run}: the measurement has {error.error_count()} errors, the first: "
                 f"{error.errors()[0]['msg']}; measure again"
             ) from None
         run = runs.reopen(result.run)

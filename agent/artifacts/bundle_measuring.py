@@ -134,7 +134,9 @@ def _refusing(path: Path, entry: PackedKernel, what: str) -> Iterator[None]:
     try:
         yield
     except (CompileError, ProgramError, ValueError) as error:
-        raise InvalidInput(f"{path}: run {entry.run}: {what} is refused: {error}; bundle it again") from None
+        raise InvalidInput(
+            f"{path}: run {entry.run}: {what} cannot be used: {error}; bundle the run again"
+        ) from None
 
 
 def _unpack(path: Path, entry: PackedKernel, kernel: KernelSource) -> None:

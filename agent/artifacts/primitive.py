@@ -229,7 +229,7 @@ def latest(name: str) -> str:
             opened.journal.close()
             if HEADER in opened.journal.header and opened.spec.name == name:
                 return run
-    raise InvalidInput(f"no run has authored {name}: coda-agent primitive {name}")
+    raise InvalidInput(f"no run has authored {name} yet; start one: coda-agent primitive {name}")
 
 
 def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:

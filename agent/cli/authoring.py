@@ -75,7 +75,8 @@ def generate(
 @grouped
 def optimize(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="An accepted kernel's name, or a derived spec's file.")
+        str,
+        typer.Argument(metavar="NAME", help="An accepted kernel's name, or a derived program's spec file."),
     ],
     authoring: AuthoringOptions,
     budget: BudgetOptions,
@@ -106,7 +107,7 @@ def optimize(
 @grouped
 def primitive(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The primitive, proposed in specs/primitives/NAME.yaml.")
+        str, typer.Argument(metavar="NAME", help="The primitive that specs/primitives/NAME.yaml proposes.")
     ],
     authoring: AuthoringOptions,
     budget: BudgetOptions,
@@ -114,11 +115,11 @@ def primitive(
     directory: Directory = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="Propose the primitive: its definition in torch, such as 'x / (1 + abs(x))'."),
+        typer.Option(help="Only write NAME.yaml, with this definition in torch, such as 'x / (1 + abs(x))'."),
     ] = None,
     arguments: Annotated[str, typer.Option(help="With --reference: the arguments, such as x,y.")] = "x",
     merge: Annotated[
-        bool, typer.Option("--merge", help="Write a patch from the primitive's last run, for git apply.")
+        bool, typer.Option("--merge", help="Only write a patch for git apply, from the primitive's last run.")
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The patch. Default: NAME.patch.")] = None,
     as_json: Json = False,

@@ -35,7 +35,7 @@ def compare(
     effort: Effort,
     drawing: Drawing,
     drawn_from: Annotated[
-        Path | None, typer.Option("--from", metavar="RESULTS", help="Draw these results, without a GPU.")
+        Path | None, typer.Option("--from", metavar="RESULTS", help="Only draw these results. Needs no GPU.")
     ] = None,
     ray: Ray = None,
     install: Annotated[

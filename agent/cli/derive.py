@@ -36,7 +36,8 @@ class DeriveOptions:
     behind: Annotated[
         str | None,
         typer.Option(
-            metavar="OUTPUT", help="An output whose gradient is computed as the matmul of d_next and w_next."
+            metavar="OUTPUT",
+            help="An output that the next matmul reads; its gradient is the matmul of d_next and w_next.",
         ),
     ] = None
     save_bytes: Annotated[
@@ -94,7 +95,7 @@ def derive(
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
     if not out.is_dir():
-        raise typer.BadParameter(f"--out {out}: there is no such folder")
+        raise typer.BadParameter(f"--out {out}: no such folder; create it first")
     for line in (*_summary(derived, loaded), *_written(derived, made, out)):
         echo(line)
     if check:
@@ -114,7 +115,7 @@ def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
     accepted = arguments.shipped(arguments.KERNELS / f"{given.stem}.program.json")
     found = [path for path in (*beside, accepted) if path.is_file()]
     if not found:
-        words = f"it has no kernel: neither {' nor '.join(map(str, (*beside, accepted)))} is there"
+        words = f"it has no kernel: neither {' nor '.join(map(str, (*beside, accepted)))} exists"
         raise typer.BadParameter(f"{given}: {words}; author one first: coda-agent generate {given}")
     return found[0], given
 

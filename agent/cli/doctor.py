@@ -130,7 +130,7 @@ def optional() -> list[Finding]:
     found = []
     for extra in sorted(set(EXTRAS.values())):
         lacks = [name for name, of in EXTRAS.items() if of == extra and find_spec(name) is None]
-        detail, remedy = f"no {', '.join(lacks)}", f"pip install '{PROJECT}[{extra}]'"
+        detail, remedy = f"not installed: {', '.join(lacks)}", f"pip install '{PROJECT}[{extra}]'"
         found.append(
             Finding(f"extra {extra}", *(("missing", detail, remedy) if lacks else ("ok", "installed")))
         )
@@ -164,7 +164,7 @@ def device() -> Finding:
         return Finding(name, "missing", f"cannot check: {error}", "install torch first")
     except (OSError, RuntimeError) as error:  # RuntimeError: the driver refused to create a context
         words = str(error).partition("\n")[0]
-        return Finding(name, "broken", words, "check nvidia-smi: is the driver loaded, and the GPU free?")
+        return Finding(name, "broken", words, "run nvidia-smi: the driver must be loaded, and the GPU free")
     if seen:
         detail = f"driver {driver} sees {seen}, but PyTorch {torch.__version__} cannot use it"
         return Finding(name, "broken", detail, "install a CUDA build of PyTorch that this driver supports")
@@ -176,7 +176,7 @@ def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding
     detail = f"{gpu}, driver {driver}, capability {capability[0]}.{capability[1]}"
     if capability == TARGET.capability:
         return Finding("CUDA device", "ok", detail)
-    return Finding("CUDA device", "missing", f"{detail}: kernels need 9.0 (Hopper)", ELSEWHERE)
+    return Finding("CUDA device", "missing", f"{detail}: kernels need capability 9.0 (Hopper)", ELSEWHERE)
 
 
 def _driver() -> tuple[str, str]:
@@ -214,7 +214,9 @@ def tools() -> list[Finding]:
 def tool(path: Path) -> Finding:
     """Check that a tool runs, by asking for its version."""
     if not path.exists():
-        return Finding(path.name, "missing", f"not at {path}", "pip install -U triton (a build for NVIDIA)")
+        return Finding(
+            path.name, "missing", f"not found: {path}", "pip install -U triton (a build for NVIDIA)"
+        )
     try:
         said = output(str(path), "--version")
     except (OSError, subprocess.SubprocessError) as error:
@@ -247,11 +249,13 @@ def jail() -> Finding:
         return Finding(
             "jail",
             "broken",
-            f"it refused an honest kernel ({traced.code}): {traced.message}",
-            "report this with the output of coda-agent doctor --json",
+            f"the jail rejected a correct kernel ({traced.code}): {traced.message}",
+            "report this bug with the output of coda-agent doctor --json",
         )
     lacks = f"; this system lacks {', '.join(traced.missing)}" if traced.missing else ""
-    return Finding("jail", "ok", f"{', '.join(traced.layers)}{lacks}; {traced.seconds * 1e3:.0f} ms a trace")
+    return Finding(
+        "jail", "ok", f"{', '.join(traced.layers)}{lacks}; {traced.seconds * 1e3:.0f} ms per trace"
+    )
 
 
 def _tiny_signature() -> Signature:

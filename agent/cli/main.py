@@ -49,7 +49,10 @@ app.add_typer(tips, name="tips")
 
 
 Looked = Annotated[
-    bool, typer.Option("--looked", help="Confirm that you have read edited CuTeDSL. Required to accept it.")
+    bool,
+    typer.Option(
+        "--looked", help="Confirm that you have read the edited CuTeDSL; required to accept an edit."
+    ),
 ]
 
 for _command in (generate, sweep, optimize, primitive, resume, derive, tune, build):
@@ -73,7 +76,7 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run every gate that this machine can run on a kernel file. An interrupted measurement continues."""
+    """Check a kernel file with every gate that this machine can run. An interrupted measurement continues."""
     from coda_agent.agent.artifacts.checkpoint import resumed
     from coda_agent.agent.artifacts.quack_tunings import quack
     from coda_agent.agent.reporting import progress
@@ -105,10 +108,10 @@ def verify(
 
 @app.command()
 def bundle(
-    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs that await measurement.")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs with a checked kernel.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.")] = Path("bundle.json"),
 ) -> None:
-    """Pack checked kernels for an H100 elsewhere."""
+    """Pack checked kernels, to measure on an H100 elsewhere."""
     from coda_agent.agent.artifacts.bundle import pack
     from coda_agent.agent.reporting import progress
     from coda_agent.agent.run.runs import folder
@@ -122,9 +125,11 @@ def bundle(
 @app.command()
 @grouped
 def measure(
-    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle.")],
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file from coda-agent bundle.")],
     measuring: MeasuringOptions,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="The results file to write.")] = Path(
+        "results.json"
+    ),
     ray: Ray = None,
 ) -> None:
     """Measure a bundle on this machine's H100s, or on those of a Ray cluster. A second call continues an
@@ -168,7 +173,7 @@ def _measured_bundle(
 
 @app.command("import")
 def import_results(
-    path: Annotated[Path, typer.Argument(metavar="RESULTS", help="A result file of coda-agent measure.")],
+    path: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results file from coda-agent measure.")],
 ) -> None:
     """Import measurements from another machine into their runs."""
     from coda_agent.agent.artifacts.bundle import take
@@ -200,15 +205,17 @@ def runs(as_json: Json = False) -> None:
 @app.command()
 def report(
     run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: in the run's folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The page. Default: in the run's folder.")
+    ] = None,
     jsonl: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the run's events here as JSON lines, instead of a page."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run in its current state as one HTML page, or its events as JSON lines. Several runs, or the
-    candidates of one command, are also compared: cost, outcome, and gain per round."""
+    """Write an HTML page about each run, or a sweep, as it is now; or one run's events as JSON lines. Another
+    page compares several runs, or the candidates of one command: cost, outcome, and gain per round."""
     from coda_agent.agent.artifacts import accept as accepting
     from coda_agent.agent.fleet.sweep import is_sweep
     from coda_agent.agent.reporting import compared, sweep_view
@@ -220,7 +227,7 @@ def report(
         echo(str(told))
         return
     if jsonl and len(run) > 1:
-        raise typer.BadParameter("--jsonl takes one run")
+        raise typer.BadParameter("--jsonl takes one run; name only one")
     if jsonl:
         arguments.refuse_unused("--jsonl writes the events and no page; leave it out", out=out, json=as_json)
         with arguments.naming_file(jsonl):
@@ -234,7 +241,10 @@ def report(
 
 
 @app.command()
-def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
+def review(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    as_json: Json = False,
+) -> None:
     """Show a run's kernel, its report and its changes. At a terminal, ask whether to accept it."""
     outcome = setup.run_result(run)
     if as_json:
@@ -260,7 +270,7 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
 
 @app.command()
 def accept(
-    run: Annotated[str, typer.Argument(metavar="RUN")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
     commit: Annotated[
         bool, typer.Option("--commit", help="Commit the files, with the measurements in the message.")
     ] = False,
@@ -299,7 +309,9 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
 
 @app.command()
 def new(
-    function: Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="A PyTorch function's source.")],
+    function: Annotated[
+        str, typer.Argument(metavar="FILE:FUNCTION", help="A Python file, and a function in it.")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The spec to write. Default: specs/FUNCTION.yaml.")
     ] = None,
@@ -338,7 +350,8 @@ def prompt(spec: SpecPath) -> None:
 @app.command()
 def table(
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Replace the tables between FILE's table comments.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Replace the tables at FILE's <!-- table: NAME --> comments."),
     ] = None,
     as_json: Json = False,
 ) -> None:

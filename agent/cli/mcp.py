@@ -96,7 +96,8 @@ class McpTools:
         return {"specs": [_spec(name, path) for name, path in _specs().items()]}
 
     def prompt(self, spec: str, ctx: Context) -> list[str]:
-        """Start a run of a spec, by name or path. Returns the run's name, then the language and the task."""
+        """Start a run for a spec (its name or path). Returns the run's name, then the language and the
+        task."""
         paths = _specs()
         spec = next((name for name, path in paths.items() if spec == str(path)), spec)
         if spec not in paths:
@@ -127,8 +128,8 @@ class McpTools:
             return _used(opened, tools.CHECK, ctx, source=extract(_answer(source)))
 
     def verify(self, run: str, source: str, ctx: Context) -> str:
-        """Submit a run's kernel (the whole Python file) as one of its attempts. Returns which gate rejects it
-        and why, or that it passes all gates that need no GPU."""
+        """Submit a kernel (the whole Python file) as one of the run's attempts. Returns which gate rejects
+        the kernel and why, or that it passes all gates that need no GPU."""
         with self._opened(run) as opened:
             submission = Submission(_answer(source), f"{_client(ctx)} via {NAME}")
             outcome = _loop(opened, Progress(ctx), submission).run()
@@ -160,8 +161,8 @@ class McpTools:
 
     def propose_tip(self, run: str, lesson: str, failed: str, fix: str, ctx: Context) -> str:
         """Propose a lesson for later authors of other kernels, from a rejection that this run has fixed.
-        ``lesson``: one imperative line of at most 200 characters. ``failed``: the gate and reason of the
-        failure. ``fix``: the fix. A person decides whether to accept it."""
+        ``lesson``: one imperative line of at most 200 characters. ``failed``: the gate and reason of that
+        rejection. ``fix``: what fixed it. A person decides whether to accept it."""
         with self._opened(run) as opened:
             return _used(opened, tools.PROPOSE_TIP, ctx, lesson=lesson, failed=failed, fix=fix)
 

@@ -59,7 +59,7 @@ def show(
         Path,
         typer.Argument(
             metavar="KERNEL",
-            help="An accepted kernel's name or program.json, a kernel file, or one of NAME.raw.*.",
+            help="An accepted kernel's name or program.json, a kernel file, or an edit's NAME.raw.*.",
         ),
     ],
     options: ShowOptions,

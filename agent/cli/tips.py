@@ -120,7 +120,7 @@ def retire(ids: Ids) -> None:
 @grouped
 def measure(
     ids: Ids,
-    specs: Annotated[list[Path], typer.Option(metavar="SPEC", help="A spec to author; give several.")],
+    specs: Annotated[list[Path], typer.Option(metavar="SPEC", help="A spec to author. May be repeated.")],
     authoring: AuthoringOptions,
     budget: Total,
     runs: Annotated[
@@ -130,13 +130,13 @@ def measure(
     gpu: Annotated[
         bool,
         typer.Option(
-            "--gpu/--no-gpu", help="Require the GPU gates to pass too. Default: only the other gates."
+            "--gpu/--no-gpu", help="Also require the gates that need a GPU. Default: only the other gates."
         ),
     ] = False,
 ) -> None:
     """Author specs with a tip and without it, and record how much the tip helps. A second call continues an
-    interrupted one; with more --runs and larger budgets, it adds runs. Replay is refused, since a recording
-    answers the same with and without a tip."""
+    interrupted one; with more --runs and larger budgets, it adds runs. --provider replay is refused: a
+    recording answers the same with and without a tip."""
     from coda_agent.agent import setup
     from coda_agent.agent.tips import trials
     from coda_agent.agent.tips.watch import QuietView
@@ -159,7 +159,7 @@ def measure(
             with _told_how_to_go_on():
                 trial = trials.measure(tip, known, specs, runs, author)
         if not author.judged:
-            remedy = "give more, or fewer --runs"
+            remedy = "give a larger budget, or fewer --runs"
             raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
         # print the result first, so that it is not lost if the log cannot be written
         echo(f"{tip.id} {trial}")

@@ -44,7 +44,7 @@ Training = Annotated[bool, typer.Option("--training", help="Only the kernels tha
 
 def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = False) -> None:
     """Find the fastest schedules on this GPU for the kernels that coda_agent.fused calls at these sizes, and
-    store them for it. Each program's schedules are stored as soon as they are found."""
+    store them where fused reads them. Each program's schedules are stored as soon as they are found."""
     wanted = _wanted(what, sizes, stack, training)
     if not setup.use_gpu(None):
         raise Absent(f"{setup.NO_H100}; tune on a machine with an H100, or run build, which needs none")

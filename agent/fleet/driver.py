@@ -147,7 +147,9 @@ class Driver:
             except SlotLost as error:
                 lost += 1
                 if lost == LOSSES:
-                    raise GivenUp(f"{LOSSES} GPUs were lost under it, the last one: {error}") from None
+                    raise GivenUp(
+                        f"{LOSSES} GPUs were lost while they ran it, the last one: {error}"
+                    ) from None
                 continue
             finally:
                 run.journal.close()

@@ -237,7 +237,7 @@ class OnRay:
             try:
                 told = ray.get(node.answer)
             except RayError as error:
-                self._refused[node.name] = f"it cannot describe itself: {_first_line(error)}"
+                self._refused[node.name] = f"it did not report its versions: {_first_line(error)}"
                 return
             if differs := differing(self._here, told):
                 self._refused[node.name] = f"{differs}; install the same versions, and restart its Ray"
@@ -300,7 +300,7 @@ def _nodes() -> list[dict[str, Any]]:
             found.put(error)
 
     threading.Thread(target=ask, daemon=True).start()
-    remedy = "resume the sweep on a new one: coda-agent resume SWEEP --ray ADDRESS"
+    remedy = "resume the sweep on another cluster: coda-agent resume SWEEP --ray ADDRESS"
     try:
         answer = found.get(timeout=GONE)
     except queue.Empty:

@@ -355,7 +355,7 @@ def _check() -> Finding:
     """Check that a key is set, without showing the key."""
     if os.environ.get(KEY, "").strip():
         return Finding("anthropic key", "ok", f"{KEY} is set")
-    remedy = f"set {KEY}, or use --provider handoff, which needs none"
+    remedy = f"set {KEY}, or use --provider handoff, which needs no key"
     return Finding("anthropic key", "missing", f"{KEY} is not set", remedy)
 
 

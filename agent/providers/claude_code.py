@@ -379,7 +379,7 @@ SPEC = ProviderSpec(
     check=lambda: finding.program(  # does not check the login, which only a request can show
         "claude command",
         "claude",
-        "no --provider claude-code",
+        "--provider claude-code cannot run",
         "install Claude Code and log in, or use --provider anthropic or handoff",
         "reinstall Claude Code",
     ),

@@ -157,7 +157,7 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
         yield
     except httpx2.RequestError:
         if late.is_set():
-            raise TookTooLong(f"no whole answer within {_duration(seconds)}") from None
+            raise TookTooLong(f"no complete answer within {_duration(seconds)}") from None
         raise
     finally:
         timer.cancel()

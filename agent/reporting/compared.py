@@ -65,7 +65,7 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
     if out and len(given) == 1:
         pages[folder(given[0]).name] = out
     elif out in pages.values():
-        raise JournalError(f"{out}: one of the runs has its page there; choose another file")
+        raise JournalError(f"{out}: this is the page of one of the runs; choose another file")
     elif out:
         path = out
     links = {name: os.path.relpath(own, path.parent) for name, own in pages.items()}

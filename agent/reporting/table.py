@@ -129,8 +129,8 @@ def write(path: Path, tables: Tables) -> None:
     if sorted(names) != sorted(parts):
         wanted = ", ".join(f"<!-- table: {name} -->" for name in parts)
         raise InvalidInput(
-            f"{path}: has tables {', '.join(names) or 'none'}; mark one place each with {wanted}, "
-            "and its end with <!-- /table -->"
+            f"{path}: has tables {', '.join(names) or 'none'}; mark one place with each of {wanted}, "
+            "and the end of each with <!-- /table -->"
         )
     write_atomic(path, filled(text, parts))
 

@@ -235,7 +235,7 @@ def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any],
                 shutil.copyfile(file, Path(scratch) / file.name)
             return _read(path, f"{(Path(scratch) / path.name).as_uri()}?mode=ro", after)
     except (sqlite3.OperationalError, OSError) as error:
-        remedy = "make room on its disk, or set TMPDIR to a directory that has room"
+        remedy = "free space on its disk, or set TMPDIR to a directory with free space"
         raise JournalError(
             f"{path}: cannot be read in place ({why}) or from a copy ({error}); {remedy}"
         ) from error
@@ -330,7 +330,7 @@ def _lock(path: Path) -> FileLock:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=_ASKED, poll_interval=_ASKED / 20)
     except Timeout:
-        raise JournalError(f"run {path} is in use by another process; wait or stop it") from None
+        raise JournalError(f"run {path} is in use by another process; wait for it, or stop it") from None
     except OSError as error:
         remedy = "choose a writable directory"
         raise JournalError(f"{path}: {error.strerror}; {remedy}") from error

@@ -53,7 +53,9 @@ class Run:
         try:
             return Program.from_json(text, self.spec.signature()) if text else None
         except ProgramError as error:
-            raise JournalError(f"{self.directory / JOURNAL}: its derived program: {error}") from None
+            raise JournalError(
+                f"{self.directory / JOURNAL}: its derived program is damaged: {error}"
+            ) from None
 
 
 def start(path: Path, options: Mapping[str, Any]) -> Run:
@@ -91,7 +93,7 @@ def derived_program(path: Path, spec: Spec) -> Program | None:
     try:
         return Program.from_json(file.read_text(encoding="utf-8"), spec.signature())
     except (ProgramError, UnicodeDecodeError) as error:
-        words = f"is not a program of {path}: {error}; derive both again, or move it away"
+        words = f"is not a program of {path}: {error}; derive both again, or move this file away"
         raise SpecError(file, None, words) from None
 
 
@@ -104,7 +106,7 @@ def _claim(directory: Path, spec: str) -> bool:
         return False
     except OSError as error:
         full = error.errno == errno.ENOSPC
-        remedy = "make room or set CODA_AGENT_RUNS" if full else "choose a writable directory"
+        remedy = "free disk space, or set CODA_AGENT_RUNS" if full else "choose a writable directory"
         raise JournalError(f"{directory}: {error.strerror}; {remedy}") from None
     return True
 

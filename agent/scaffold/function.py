@@ -121,7 +121,7 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise ScaffoldError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ScaffoldError(f"{path}: the file is not UTF-8 text: byte {error.start}") from None
+        raise ScaffoldError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
 
 
 def _parsed(path: Path, source: str) -> ast.Module:
@@ -200,7 +200,9 @@ class _Reader:
         args = self.node.args
         for star in (args.vararg, args.kwarg):
             if star:
-                raise self.fail(star, f"*{star.arg} is any number of inputs; write one parameter per input")
+                raise self.fail(
+                    star, f"*{star.arg} takes any number of inputs; write one parameter per input"
+                )
         plain = [*args.posonlyargs, *args.args]
         absent: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults))
         for arg, default in zip(plain, [*absent, *args.defaults], strict=True):

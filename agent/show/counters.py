@@ -184,7 +184,7 @@ def read(path: Path, case: str | None = None) -> Export:
     program, measured, text = (said[1], said[2], said[3]) if said else (None, case, None)
     if case not in (None, measured):
         raise InvalidInput(
-            f"{path}: it measures case {measured}, not {case}; leave out --case, or profile it"
+            f"{path}: it measures case {measured}, not {case}; leave out --case, or profile {case}"
         )
     launches = _details(rows) if "Metric Name" in header else _raw(rows)
     schedules = {int(step): words for step, words in _STEP.findall(said.string)} if said else {}

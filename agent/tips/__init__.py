@@ -284,13 +284,15 @@ class _Entry:
             )
         tip = Tip(id=self.id, lesson=self.lesson, **values)
         if tip.state not in STATES:
-            raise TipsError(f"{self.place}: {self.id} is {tip.state!r}; use one of {', '.join(STATES)}")
+            raise TipsError(
+                f"{self.place}: {self.id} has state {tip.state!r}; use one of {', '.join(STATES)}"
+            )
         if tip.level not in LEVELS:
             raise TipsError(f"{self.place}: {self.id} has level {tip.level!r}; write {CUTEDSL}, or no level")
         if tip.measured and not MEASURED.match(tip.measured):
             raise TipsError(
-                f"{self.place}: {self.id} has no figures in its measured line; leave that to "
-                f"'coda-agent tips measure {self.id}'"
+                f"{self.place}: {self.id} has no figures in its measured line, which only "
+                f"'coda-agent tips measure {self.id}' may write"
             )
         try:
             check_lesson(tip.lesson)
@@ -305,7 +307,7 @@ def _entries(path: Path, text: str) -> list[_Entry]:
         heading, value = HEADING.match(line), FIELD.match(line)
         if heading:
             if any(entry.id == heading[1] for entry in found):
-                raise TipsError(f"{path}:{index + 1}: {heading[1]} is there twice; give one a new id")
+                raise TipsError(f"{path}:{index + 1}: {heading[1]} occurs twice; give one a new id")
             found.append(_Entry(path, index, heading[1], heading[2].strip()))
         elif line.startswith("## "):
             raise TipsError(f"{path}:{index + 1}: a tip's heading is '## tip-N: lesson', not {line!r}")

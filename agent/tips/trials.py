@@ -109,7 +109,7 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
     if tip.level != VOCABULARY:
         raise TipsError(f"{tip.id}: only prompts for CuTeDSL edits contain it; choose another tip")
     if not specs:
-        raise TipsError(f"{tip.id}: no spec to measure it on; give some by --specs")
+        raise TipsError(f"{tip.id}: no spec to measure it on; give some with --specs")
     for path in specs:
         spec, text = load(path), path.read_text(encoding="utf-8")
         if spec.name in tip.specs:

@@ -164,7 +164,7 @@ _warned: set[str] = set()
 def _warn(why: str) -> None:
     if why not in _warned and not torch.compiler.is_compiling():
         _warned.add(why)
-        warnings.warn(f"fused: {why}: PyTorch computes this instead", stacklevel=3)
+        warnings.warn(f"fused: PyTorch computes this, not a kernel: {why}", stacklevel=3)
 
 
 def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -143,8 +143,8 @@ class Kernel:
             known = (self.known or {}).get(gemm.step, ())
             if gemm.step not in self.source.fixed and not any(gemm.admits(s, sizes) for s in known):
                 raise LaunchError(
-                    f"step {gemm.step}: no report says that the edited text is right on a schedule that fits "
-                    "these sizes: give schedules, or leave edited out"
+                    f"step {gemm.step}: the edited text was verified on no schedule that fits these sizes: "
+                    "give schedules, or leave out edited"
                 )
 
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:

@@ -90,7 +90,7 @@ def check_tensors(
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise LaunchError(
-                f"input {name!r} requires grad, and a kernel's outputs carry none: call .detach(), or launch "
+                f"input {name!r} requires grad, but a kernel has no autograd: call .detach(), or launch "
                 "under torch.no_grad()"
             )
     check_updates(signature, inputs)

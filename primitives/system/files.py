@@ -28,7 +28,7 @@ def usable_cache() -> Path:
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK | os.X_OK):
             return path
-        why = "it is not writable for you"
+        why = "you may not write to it"
     except FileExistsError:
         why = "it is not a folder"
     except OSError as error:

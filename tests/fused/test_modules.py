@@ -95,5 +95,5 @@ def test_what_cannot_be_is_refused() -> None:
         modules.MLP(WIDTH, HIDDEN, "silu")
     with pytest.raises(ValueError, match="no tile holds whole heads of 72 columns"):
         modules.DecoderLayer(144, HIDDEN, 2)
-    with pytest.raises(ValueError, match="the RMSNorm has no eps"):
+    with pytest.raises(ValueError, match="the RMSNorm has eps=None"):
         modules.MLP(WIDTH, HIDDEN)(torch.randn(2, WIDTH), nn.RMSNorm(WIDTH))

@@ -69,7 +69,9 @@ class Init(Model):
         if low >= high:
             raise ValueError(f"{list(self.integers or ())} is {low} to {high}; low must be less than high")
         if self.ignored is not None and low <= self.ignored < high:
-            raise ValueError(f"ignored {self.ignored} lies within {low} to {high - 1}; take one outside")
+            raise ValueError(
+                f"ignored {self.ignored} lies within {low} to {high - 1}; choose a value outside"
+            )
         return low, high - 1
 
     def span_at(self, sizes: Sizes) -> tuple[float, float]:

@@ -105,7 +105,7 @@ class Tolerance(Model):
         if not 1 <= self.factor <= 10:
             raise fault(f"tolerance factor {self.factor} must be between 1 and 10", "factor")
         if not self.reason.strip():
-            raise fault("a tolerance needs its reason", "reason")
+            raise fault("a tolerance needs a reason; say why in reason", "reason")
         return self
 
 

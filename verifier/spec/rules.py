@@ -162,7 +162,9 @@ def _check_solvable(spec: Declared) -> None:
 def _check_columns(spec: Declared) -> None:
     for name, output in spec.outputs.items():
         if missing := missing_static(output.shape, spec.inputs.values(), spec.static):
-            said = f"output {name} has {output.shape[-1]} columns, as no product of these inputs has; a range"
+            said = (
+                f"output {name} has {output.shape[-1]} columns, but no product of these inputs has; a range"
+            )
             remedy = f"of a product's columns needs a static width: add {', '.join(missing)} to static"
             raise fault(f"{said} {remedy}", "outputs", name, "shape", 1)
 
@@ -202,7 +204,9 @@ def _check_updates(spec: Declared) -> None:
             continue
         place = ("outputs", name, "updates")
         if target not in spec.inputs:
-            raise fault(f"updates {target!r} is no input; {instead(target, spec.inputs)}", *place)
+            raise fault(
+                f"updates names {target!r}, which is not an input; {instead(target, spec.inputs)}", *place
+            )
         into = spec.inputs[target]
         if (into.shape, into.dtype) != (output.shape, output.dtype):
             message = f"{name} is {describe(output)} but updates {target}, {describe(into)}; make them alike"
@@ -224,7 +228,9 @@ def _check_cases(spec: Declared) -> None:
     for index, case in enumerate(spec.cases):
         _check_sizes(spec, case, index)
         if case.name in names:
-            raise fault(f"case {case.name!r} is there twice; give each its own name", "cases", index, "name")
+            raise fault(
+                f"case {case.name!r} occurs twice; give each case its own name", "cases", index, "name"
+            )
         names.add(case.name)
         _check_values(spec, case)
 
@@ -297,7 +303,7 @@ def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
     place = "forward"
     for name, tensor in forward.inputs.items():
         if name in (*spec.inputs, *spec.outputs, *spec.dims, *spec.constants):
-            raise fault(f"{name!r} is declared above; leave it out here", place, "inputs", name)
+            raise fault(f"{name!r} is declared outside forward; leave it out here", place, "inputs", name)
         for unknown in sorted({d for dim in tensor.shape for d in dim.names} - set(spec.dims)):
             message = f"dim {unknown!r} is not declared; {instead(unknown, spec.dims)}"
             raise fault(message, place, "inputs", name, "shape")
@@ -308,7 +314,7 @@ def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
     read = {n: t for n, t in (spec.inputs | forward.inputs).items() if n not in stored}
     floats = [n for n, t in read.items() if t.dtype not in INDICES]
     if not any(n.startswith("d_") and n[2:] in stored for n in floats):
-        message = "no input is the gradient of a value that forward assigns; such an input is named d_VALUE"
+        message = "no input is the gradient of a value that forward assigns; name such an input d_VALUE"
         raise fault(message, place)
     for name in spec.outputs:
         if not (name.startswith("d_") and name[2:].removesuffix(PARTS) in floats):
@@ -333,6 +339,6 @@ def _parsed(text: str, *place: str) -> set[str]:
         raise fault(f"{place[-1]}: {words}", *place, line) from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            words = f"{place[-1]}: needs no import: torch and its names are in scope"
+            words = f"{place[-1]}: remove the import: torch and its names are in scope"
             raise fault(words, *place, node.lineno)
     return assigned(text)

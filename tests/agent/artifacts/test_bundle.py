@@ -293,7 +293,7 @@ def test_a_spec_or_program_that_was_swapped(packed: tuple[str, Path], spec: Path
 def test_a_program_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu, program: str) -> None:
     name, path = packed
     edit(path, lambda data: entry_of(data).update(program=program))
-    with pytest.raises(InvalidInput, match=f"bundle.json: run {name}: its program is refused: "):
+    with pytest.raises(InvalidInput, match=f"bundle.json: run {name}: its program cannot be used: "):
         measure(path)
     assert not gpu.kernels
 
@@ -306,7 +306,7 @@ def test_a_node_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu) -> None
         program["nodes"][0] = ["input", [], "a; import os"]
         entry_of(data)["program"] = json.dumps(program)
 
-    with pytest.raises(InvalidInput, match="its program is refused"):
+    with pytest.raises(InvalidInput, match="its program cannot be used"):
         measure(edit(path, plant))
 
 
@@ -531,7 +531,9 @@ def test_a_report_of_another_version_is_passed_over(
 def test_a_schedule_that_is_none(packed: tuple[str, Path], gpu: Gpu, known: Any) -> None:
     name, path = packed
     edit(path, lambda data: entry_of(data).update(known=known))
-    with pytest.raises(InvalidInput, match=f"run {name}: a known schedule is refused: .*; bundle it again"):
+    with pytest.raises(
+        InvalidInput, match=f"run {name}: a known schedule cannot be used: .*; bundle the run again"
+    ):
         measure(path)
 
 

@@ -216,7 +216,7 @@ def test_a_run_that_another_process_has(command: Command, spec: Path) -> None:
     run = runs.reopen(name)
     with run.journal:
         done = command("resume", name, "--no-gpu")
-    assert done.status == 3 and "is in use by another process; wait or stop it" in done.said()
+    assert done.status == 3 and "is in use by another process; wait for it, or stop it" in done.said()
 
 
 def test_a_tips_log_with_a_mistake(

@@ -116,7 +116,7 @@ def test_a_program_that_no_tracer_wrote(command: Command, spec: Path, tmp_path: 
     data["entries"][0]["program"] = '{"__import__": "os"}'
     path.write_text(json.dumps(data))
     done = command("measure", path, "-o", tmp_path / "r.json")
-    assert done.status == 2 and f"b.json: run {name}: its program is refused: " in done.said()
+    assert done.status == 2 and f"b.json: run {name}: its program cannot be used: " in done.said()
     assert not (tmp_path / "r.json").exists()
 
 

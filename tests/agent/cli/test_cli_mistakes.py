@@ -143,13 +143,13 @@ def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:
 )
 def test_what_is_no_source_is_not_judged(command: Command, place: Path, name: str, words: str) -> None:
     path = Path("generated_kernels") / name
-    wrong(command("verify", path), f"{path}: is ", words, "takes a kernel's source: toy.py")
+    wrong(command("verify", path), f"{path}: this is ", words, "takes a kernel's source: toy.py")
 
 
 @pytest.mark.parametrize(("name", "words"), [("toy.cutedsl.py", "the lowered text"), ("toy.yaml", "a spec")])
 def test_what_is_no_kernel_is_not_shown(command: Command, place: Path, name: str, words: str) -> None:
     path = Path("generated_kernels") / name
-    wrong(command("show", path), f"{path}: is {words}", "show takes a kernel's source: toy.py")
+    wrong(command("show", path), f"{path}: this is {words}", "show takes a kernel's source: toy.py")
 
 
 @pytest.mark.parametrize("looking", ["verify", "show"])

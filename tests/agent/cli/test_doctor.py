@@ -69,7 +69,7 @@ def test_doctor_looks_at_all_and_hides_the_key(monkeypatch: pytest.MonkeyPatch, 
 def test_doctors_jail_is_the_real_one() -> None:
     found = doctor.jail()
     assert found.status == "ok" and "limits" in found.detail
-    assert re.search(r"\d+ ms a trace", found.detail)
+    assert re.search(r"\d+ ms per trace", found.detail)
 
 
 def test_doctor_judges_what_the_jail_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_pings_do_not_prolong_an_answer() -> None:
     assert isinstance(result, Turn) and result.text == "here it is "
     assert [c.settled for c in purse.charges] == [None, None]  # the cost of the first answer is unknown
     result, server, _ = ask(fake.pings, answer_time=0.1, patience=Patience(total=0.0))
-    assert "no whole answer within 0 s" in str(refused(result)) and refused(result).retryable
+    assert "no complete answer within 0 s" in str(refused(result)) and refused(result).retryable
     assert len(server.requests) == 1
 
 

@@ -63,7 +63,7 @@ def test_options_name_it(tmp_path: Path) -> None:
     offered = sorted([*(spec.name for spec in providers.specs().values() if spec.offered), "oracle"])
     assert status == 0 and "|".join(["auto", *offered]) in text
     assert "auto: an oracle, else anthropic" in text
-    assert f"Model, for {', '.join(sorted([*providers.used_by('--model'), 'oracle']))}" in text
+    assert f"The model, for {' and '.join(sorted([*providers.used_by('--model'), 'oracle']))}" in text
 
 
 def test_doctor_checks_it(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_comparison_does_not_overwrite_a_runs_page(toy: Path, tmp_path: Path) 
     one, two = accepted_run(toy), make_run(toy)
     paths = compared.write([one, two], Path("both.html"))
     assert [path.name for path in paths] == ["both.html", f"{one}.html", f"{two}.html"]
-    with pytest.raises(JournalError, match="one of the runs has its page there"):
+    with pytest.raises(JournalError, match="this is the page of one of the runs"):
         compared.write([one, two], Path(f"{two}.html"))
     first, *_ = group(toy)
     assert {path.name for path in compared.write([first], Path("mine.html"))} >= {"mine.html"}

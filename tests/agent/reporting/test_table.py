@@ -329,7 +329,7 @@ def test_write_replaces_what_is_between_the_comments_only(tmp_path: Path) -> Non
 def test_a_page_without_its_comments_stays_as_it_was(tmp_path: Path, text: str, found: str) -> None:
     page = tmp_path / "page.md"
     page.write_text(text, encoding="utf-8")
-    with pytest.raises(InvalidInput, match=f"page.md: has tables {found}; mark one place each"):
+    with pytest.raises(InvalidInput, match=f"page.md: has tables {found}; mark one place with each of"):
         table.write(page, read(tmp_path))
     assert page.read_text(encoding="utf-8") == text
 

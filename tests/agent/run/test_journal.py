@@ -163,7 +163,9 @@ input()
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout and child.stdout.readline() == b"open\n"
-        with pytest.raises(JournalError, match="run.db is in use by another process; wait or stop it"):
+        with pytest.raises(
+            JournalError, match="run.db is in use by another process; wait for it, or stop it"
+        ):
             Journal.open(path)
         with pytest.raises(JournalError, match="in use"):
             Journal.create(path, {})
@@ -394,7 +396,7 @@ except JournalError as error:
     read, refused = done.stdout.splitlines()
     assert "ended well" in read
     assert refused.startswith(f"{killed}: cannot be read in place (disk I/O error) or from a copy (")
-    assert refused.endswith("make room on its disk, or set TMPDIR to a directory that has room")
+    assert refused.endswith("free space on its disk, or set TMPDIR to a directory with free space")
     assert list((tmp_path / "temporary").iterdir()) == []
     assert [event.key for event in glance(killed)[1]] == ["a"]
 

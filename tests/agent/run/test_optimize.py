@@ -300,7 +300,7 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     with run.journal:
         outcome = result_of(run.journal, run.spec)
         assert outcome is not None
-        with pytest.raises(Refused, match="read it .* then say --looked"):
+        with pytest.raises(Refused, match="read first: .* --looked"):
             accept.accept(outcome, run.journal)
         paths = accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
     names = ["toy.raw.py", "toy.raw.program.json", "toy.raw.report.json", "toy.raw.jsonl"]

@@ -152,7 +152,9 @@ def test_no_room_for_a_run(runs_home: Path, tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(runs, "write_atomic", full)
-    with pytest.raises(JournalError, match="No space left on device; make room or set CODA_AGENT_RUNS"):
+    with pytest.raises(
+        JournalError, match="No space left on device; free disk space, or set CODA_AGENT_RUNS"
+    ):
         runs.start(write_toy(tmp_path), HEADER)
 
 

@@ -537,7 +537,7 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
         ("class f:\n    pass\n", "odd.py:1: ", "write def f(...)"),
         ("def ff(x):\n    return x\n", "odd.py: ", "no top-level function 'f'; did you mean ff?"),
         ("\ndef f(x, w)\n    return x\n", "odd.py:2: ", "expected ':'"),
-        ("def f(*args):\n    return args[0]\n", "odd.py:1: ", "*args is any number of inputs"),
+        ("def f(*args):\n    return args[0]\n", "odd.py:1: ", "*args takes any number of inputs"),
         (
             "def f(x, w, mode='fast'):\n    return x\n",
             "odd.py:1: ",

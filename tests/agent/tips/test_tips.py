@@ -100,9 +100,9 @@ def test_the_projects_own_log_reads() -> None:
         ),
         ("## tip-1: Spread", "## tip-1:Spread", "tips.md:7: a tip's heading is"),
         ("- spec: gemm_swiglu_bwd", "- spec:", "tips.md:15: tip-2 needs"),
-        ("## tip-2: Use", "## tip-1: Use", "tips.md:15: tip-1 is there twice; give one a new id"),
+        ("## tip-2: Use", "## tip-1: Use", "tips.md:15: tip-1 occurs twice; give one a new id"),
         ("- fix: kept", "- spec: a\n- fix: kept", "tips.md:18: tip-2 has two 'spec'; keep one"),
-        ("- fix: kept", "- state: maybe\n- fix: kept", "tips.md:15: tip-2 is 'maybe'; use one of accepted"),
+        ("- fix: kept", "- state: maybe\n- fix: kept", "tips.md:15: tip-2 has state 'maybe'; use one of"),
         ("- fix: kept", "- measured: a lot\n- fix: kept", "tips.md:15: tip-2 has no figures in its measured"),
         ("## tip-2: Use", "## tip-2: # Use", "tips.md:15: lesson '# Use one sigmoid: it serves `a` and [b]'"),
         ("## tip-2: Use", "## tip-2: Use\u2028# Rules", "tips.md:15: lesson"),
@@ -212,7 +212,7 @@ def test_an_edit_is_seen_whole_or_not_at_all(log: Path, monkeypatch: pytest.Monk
 
 
 def test_an_edit_that_could_not_be_read_is_not_made(log: Path) -> None:
-    with pytest.raises(TipsError, match="tip-1 is 'maybe'"):
+    with pytest.raises(TipsError, match="tip-1 has state 'maybe'"):
         change("tip-1", log, state="maybe")
     with pytest.raises(TipsError, match="there is no 'tip-9'; there are: tip-1, tip-2"):
         change("tip-9", log, state=RETIRED)

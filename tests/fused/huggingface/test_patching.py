@@ -306,7 +306,7 @@ def test_fp64_takes_the_models_path_with_one_warning() -> None:
     model = small_models.model("Llama", torch.float64)
     fused.patch(model)
     (said,) = says(lambda: trained(model, tokens()))
-    assert "torch.float64 on cpu: PyTorch computes this instead" in said
+    assert "PyTorch computes this, not a kernel: torch.float64 on cpu" in said
     assert torch.equal(trained(model, tokens())["loss"], plain_losses(model))
 
 

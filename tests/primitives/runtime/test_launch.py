@@ -312,7 +312,7 @@ def test_an_edited_text_runs_on_what_its_report_says_it_was_proved_on(calls, any
     monkeypatch.setattr(launch, "tuned_schedules", tuned)
     Kernel.load(path, edited=raw).plan(inputs)
     assert raced == [{0: proved[:2]}]
-    unproved = "step 0: no report says that the edited text is right on a schedule"
+    unproved = "step 0: the edited text was verified on no schedule that fits"
     raw.write_text(text + "# again\n")  # this text is no longer the measured text
     with pytest.raises(LaunchError, match=unproved):
         Kernel.load(path, edited=raw).plan(inputs)

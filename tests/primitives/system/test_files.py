@@ -50,7 +50,7 @@ def test_a_cache_without_permission_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     # the tests may run as root, who may write to a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(CacheError, match="it is not writable for you"):
+    with pytest.raises(CacheError, match="you may not write to it"):
         usable_cache()
 
 

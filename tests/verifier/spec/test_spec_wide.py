@@ -112,7 +112,7 @@ def test_the_integer_after_a_range_may_be_the_ignored_one(write):
         ("integers: [0, N]", "integers: [0, V]", 8, "dim 'V' is not declared"),
         ("integers: [0, N]", "integers: [0]", 8, "is missing"),
         ("integers: [0, N]", "integers: [0, 2.5]", 8, "is 2.5; it must be an integer"),
-        ("ignored: -100", "ignored: 2", 8, "ignored 2 lies within 0 to 3; take one outside"),
+        ("ignored: -100", "ignored: 2", 8, "ignored 2 lies within 0 to 3; choose a value outside"),
         ("{count: 4*K}", "{count: 4*K, ignored: 3}", 9, "ignored works only with integers"),
         ("{count: 4*K}", "{count: 4*K, integers: [0, 3]}", 9, "init takes one form"),
         ("{count: 4*K}", "{count: K - 16}", 9, "count 'K - 16' is 0; it must be at least 1 in case 'small'"),
