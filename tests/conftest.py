@@ -53,9 +53,9 @@ PASSED: dict[tuple[object, ...], dict[str, Any]] = {}  # the interpret gate's fi
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the environment before xdist starts its workers. The workers inherit the environment, so all
-    share one cache and one audit."""
-    gc.disable()  # enabled again when all modules are imported
+    """Prepare the environment before xdist starts its workers. The workers inherit the environment, so that
+    all workers share one cache and one audit."""
+    gc.disable()  # disabled until all modules are imported
     importlib.import_module("setuptools")  # first, because Inductor cannot import it after distutils
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
@@ -63,12 +63,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(session / name))
     os.environ["CODA_AGENT_RUNS"] = str(session / "runs")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of 1,000 processes compiles the project
+    # with this variable, each of 1,000 processes would compile the project again
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # the workers use all cores already, so PyTorch's threads would wait for each other
-    # Inductor compiles in the process itself: a pool's processes would first import PyTorch, for tiny kernels
+    # Inductor must compile its tiny kernels in the process itself, because each process of a pool would first
+    # import PyTorch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Tests kill the heads of Ray clusters. By default Ray would end this process a minute later.
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"  # noqa: SIM112  (Ray's name)
@@ -93,7 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the imported modules from garbage collection: they stay, and have millions of objects."""
+    """Exclude the objects of imported modules from garbage collection. There are millions of these objects,
+    and they stay until the process ends."""
     if "typer" in sys.modules:
         _parse_commands_once()
     gc.freeze()
@@ -131,8 +134,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    # Without unfreezing, nanobind would report the remaining objects as leaks. Unfreeze at exit, because
-    # pytest collects garbage five times before.
+    # Without unfreezing, nanobind would report the remaining objects as leaks. Unfreeze only at exit, because
+    # pytest collects garbage five times before the exit.
     atexit.register(gc.unfreeze)
     if SESSION in config.stash:
         shutil.rmtree(config.stash[SESSION], ignore_errors=True)
@@ -172,8 +175,8 @@ def kernel(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def fresh_workers() -> None:
-    """End the workers that the tests of earlier files started. A worker keeps the environment of its start,
-    and so the cache and the import path."""
+    """End the workers that the tests of earlier files started. A worker keeps the cache and the import path
+    that were set when it started."""
     from coda_agent.primitives.system import workers
 
     for worker in workers._workers:
@@ -182,8 +185,8 @@ def fresh_workers() -> None:
 
 @pytest.fixture
 def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each check a third of the interpreter's runs, chosen by the test's name; all with --thorough. The
-    many tests of a corpus of kernels together use all runs."""
+    """Give each check a third of the interpreter's runs. The name of the test determines which third, so the
+    many tests of a corpus of kernels together use all runs. With --thorough, each check gets all runs."""
     from coda_agent.verifier.numerics import cpu_numerics
 
     if not request.config.getoption("thorough"):
@@ -193,8 +196,8 @@ def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def some_compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one check in six compile, on one of two schedules. The test's name decides. With --thorough, every
-    check compiles."""
+    """Let one check in six compile, on one of two schedules. The name of the test determines whether its
+    checks compile, and on which schedule. With --thorough, every check compiles on all schedules."""
     from coda_agent.primitives.compiler.probe_schedules import PROBES
 
     if request.config.getoption("thorough"):
@@ -223,7 +226,8 @@ def told_resources(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not interpret a program again that passed in an earlier test of this process; reuse its figures."""
+    """If a program passed in an earlier test of this process, reuse its figures instead of interpreting the
+    program again."""
     from coda_agent.primitives.system import deadline
     from coda_agent.verifier import verify
     from coda_agent.verifier.numerics import cpu_numerics
@@ -243,7 +247,8 @@ def interpreted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, told_resources: None, interpreted_once: None) -> None:
-    """Run no compiler. The gates before the compile gate are real, but draw the same inputs each time."""
+    """Run no compiler. The gates before the compile gate are real, but every test draws the same inputs. A
+    program that passed in an earlier test is not interpreted again."""
     seeds = itertools.count(1)
     monkeypatch.setattr("coda_agent.verifier.verify.secrets.randbits", lambda bits: next(seeds))
 

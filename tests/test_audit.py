@@ -35,7 +35,7 @@ SIGNATURE = Signature(
     {"x": TensorType((M, K), "bf16"), "w": TensorType((K, N), "bf16")},
     {"o": TensorType((M, N), "bf16")},
 )
-# A module that poses as one of the verifier's, with the functions that the tests below call.
+# A module that poses as a module of the verifier. The tests below call its functions.
 PLANTED = """
 import ast, importlib.util, sys
 def run(text):
@@ -142,8 +142,8 @@ assert workers.run_all(task.execute, [text]) == [True]
 
 
 def test_a_candidate_in_a_worker_of_ours_is_heard(files: tuple[Path, Path, Path]) -> None:
-    """The worker is one of the product's own, which compile in parallel. Below its tasks, the stack holds
-    only frames of ``primitives``."""
+    """The candidate runs in one of the product's worker processes, which compile in parallel. Below the
+    worker's task, the stack holds only frames of ``primitives``."""
     files[0].with_name("task.py").write_text("def execute(text):\n    exec(text, {})\n    return True\n")
     found = heard(files, "trace()\n" + WORKING)
     assert len(found.candidates) == 1 and found.processes == 2
@@ -151,8 +151,8 @@ def test_a_candidate_in_a_worker_of_ours_is_heard(files: tuple[Path, Path, Path]
 
 
 def test_the_confined_child_may_run_an_edited_text(files: tuple[Path, Path, Path]) -> None:
-    """The child that is forked for edited text may run it. The child's frames belong to ``primitives``, and
-    the first frame belongs to the confinement."""
+    """The product forks a confined child process for edited text, and this child may run the text. The
+    child's frames belong to ``primitives``, and the first frame belongs to the confinement."""
     code = "def work():\n    planted.__name__ = 'coda_agent.primitives.planted'\n    planted.run(text)\n"
     code += "    return {'ran': 1}\n"
     code += (
@@ -185,7 +185,8 @@ def test_a_child_with_an_environment_of_its_own_is_watched(files: tuple[Path, Pa
 
 
 def test_the_jails_own_child_holds_no_hook(files: tuple[Path, Path, Path]) -> None:
-    """Candidates may run only in the jail's child, and the child's 50 ms leave no time to install a hook."""
+    """The jail's child has no audit hook, because candidates may run there. A hook would also take too long,
+    as the child runs for only 50 ms."""
     assert heard(files, "trace()").processes == 1
 
 
@@ -231,7 +232,7 @@ def test_a_violation_fails_a_session_whose_tests_pass(
         "conftest",
         str(tmp_path),
     ]
-    # so that pytest starts a session, not an xdist worker
+    # without these variables, pytest starts a session of its own instead of an xdist worker
     own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
         command, env=own | {"PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True

@@ -1,8 +1,8 @@
-"""Evidence does not change after its measurement. The tests compare hashes of everything to which a report or
-a recording is bound.
+"""Evidence must not change after the measurement that it describes. The tests compare hashes of everything to
+which a report or a recording is bound.
 
-A new kernel adds hashes: ``PYTHONPATH=tests/support python tests/test_golden.py`` rewrites ``golden.json``. A
-person reviews the change.
+For a new kernel, add its hashes: ``PYTHONPATH=tests/support python tests/test_golden.py`` rewrites
+``golden.json``. A person reviews the change.
 """
 
 from __future__ import annotations

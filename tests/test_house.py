@@ -55,14 +55,14 @@ def modules_after(code: str, *flags: str) -> set[str]:
 
 
 def ours(modules: set[str]) -> set[str]:
-    """Return the project's modules, without the packages that contain them."""
+    """Return those of ``modules`` that belong to the project, without the packages that contain them."""
     own = {m for m in modules if m.partition(".")[0] == "coda_agent"}
     return {m for m in own if not any(other.startswith(f"{m}.") for other in own)}
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a copy of the packages and their import contracts that a test may break."""
+    """Return a folder with a copy of the packages and of their import contracts. Tests may break the copy."""
     for name in ("pyproject.toml", "__init__.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "src").mkdir()

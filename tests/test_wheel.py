@@ -1,4 +1,4 @@
-"""The wheel is built from a copy of the checkout and inspected without installing it."""
+"""Build the wheel from a copy of the checkout, and inspect the wheel without installing it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
-#: Operators of every kind of forward, each with the output that the next product reads, if there is one.
+# Specs of every kind of forward. If a pair names an output, the derived backward computes the gradient of
+# this output as a matmul of ``d_next`` and ``w_next``.
 PAIRS = [
     ("gemm_alpha_residual", None), ("gemm_bias_gelu", None), ("gemm_bias_gelu", "act"), ("gemm_geglu", "act"),
     ("gemm_layernorm", None), ("gemm_partial_cross_entropy_unstored", None), ("gemm_qk_norm_rope", None),
@@ -85,7 +86,7 @@ def test_a_head_runs_on_what_is_stored() -> None:
 
 def test_only_the_forward_s_rows_are_rows() -> None:
     _, made = derived("gemm_partial_cross_entropy_unstored")
-    assert row_dims(made.spec) == {"M"}  # the vocabulary, first dim of a weight, is no row dim
+    assert row_dims(made.spec) == {"M"}  # the vocabulary is a weight's first dim, so it is no row dim
 
 
 @pytest.mark.parametrize(

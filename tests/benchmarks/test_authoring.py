@@ -1,4 +1,5 @@
-"""The authoring experiment: its specs are drafts of its functions, and its table counts answers correctly."""
+"""The authoring experiment: each spec is the draft that the scaffold makes of a function, and the table
+counts answers correctly."""
 
 from __future__ import annotations
 

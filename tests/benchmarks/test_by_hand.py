@@ -1,4 +1,4 @@
-"""The layer that is arranged by hand: its gradients, its kernels in their places, and its memory."""
+"""The hand-arranged layer: its gradients, the place of each kernel, and its memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_nobody_reads_any_more_is_let_go_of() -> None:
 
 
 class Strict(Interpreted):
-    """Refuse what a launch would refuse: a wrong dtype, wrong strides or a wrong address. Record the
+    """Refuse inputs that a launch would refuse: a wrong dtype, wrong strides or a wrong address. Record the
     calls."""
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""The campaign: mutants of correct programs are refused if they differ, honest rewrites pass, and the
-campaign's own fp64 evaluator agrees with the references."""
+"""The campaign: mutants of correct programs are refused if they compute something different, honest rewrites
+pass, and the campaign's own fp64 evaluator agrees with the references."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from coda_agent.verifier.spec.domain import LARGEST
 
 pytestmark = pytest.mark.slow
 
-# Kinds that need something that not every program has: a constant, a comparison, or inputs of one type.
+# Kinds of mutants that some programs do not allow, because they need a constant, a comparison, or inputs of
+# one type.
 PARTIAL = {
     "clamp: by a value",
     "dropped term",
@@ -60,7 +61,7 @@ def test_each_kind_is_made_for_the_programs_that_it_applies_to() -> None:
     whole = [kind for kind in mutate.KINDS if kind not in PARTIAL]
     several = [name for name in correct() if name != ALONE]
     for k, (name, kind) in enumerate(itertools.product(several, whole)):
-        if k % 8 == 0:  # over all programs, every kind occurs several times
+        if k % 8 == 0:  # a sample; all programs together cover every kind several times
             assert made_mutant(CampaignTask("mutants", name, kind, 0)), (name, kind)
     made = [kind for kind in mutate.KINDS if made_mutant(CampaignTask("mutants", ALONE, kind, 0))]
     assert made == ["on an operand"]
@@ -95,7 +96,8 @@ def test_what_never_binds_is_equivalent() -> None:
 
 
 def test_an_operand_that_is_computed_anew_is_the_same_if_nothing_is_wrong_with_it() -> None:
-    """So a mutant is refused for its mistake, not for the products that the mutation adds."""
+    """A mutation may compute an operand anew. If the new operand is correct, the program is accepted. So a
+    mutant is refused for its mistake, not for the products that the mutation adds."""
     spec, program = original(ALONE)
     graph = Graph(program)
     site = Site(spec, graph, Random(0), judge_of(ALONE).scales)
@@ -112,7 +114,7 @@ def test_what_is_wrong_at_sizes_of_cases_alone_is_seen_to_differ() -> None:
     assert not judge.seen(made.program) and judge.seen(made.program, *made.frozen)
 
 
-# A sample of what ``python -m benchmarks.campaign`` does, over programs that are judged quickly.
+# A sample of the work of ``python -m benchmarks.campaign``, over programs that are judged quickly.
 QUICK = ("gemm_rmsnorm", "gemm_layernorm", "gemm_fp8_tensor_scale", "gemm_row_abs_max")
 
 

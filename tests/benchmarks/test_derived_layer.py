@@ -1,4 +1,4 @@
-"""Tests of the layer with a derived backward. In the interpreter, its gradients equal the plain layer's."""
+"""Tests of the layer with a derived backward: the interpreted backward gives the plain layer's gradients."""
 
 from __future__ import annotations
 

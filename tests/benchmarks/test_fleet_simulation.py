@@ -18,7 +18,7 @@ def test_fleets_that_are_worked_out_by_hand() -> None:
     assert simulate([RUN], SimulatedResources(1, 1, 1)).seconds == 17
     assert (
         simulate([RUN] * 3, SimulatedResources(1, 1, 9)).seconds == 5 + 2 + 30
-    )  # once it has begun its first kernel, the GPU is never idle
+    )  # the GPU is idle only before its first kernel
     assert simulate([RUN] * 3, SimulatedResources(1, 1, 1)).seconds == 3 * 17  # one run at a time
     assert (
         simulate([RUN] * 4, SimulatedResources(4, 1, 9)).seconds == 5 + 4 * 2 + 10

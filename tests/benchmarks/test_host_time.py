@@ -1,4 +1,5 @@
-"""Tests of the benchmark of host time, without a GPU. Their clock does not depend on the machine's load."""
+"""Tests of the benchmark of host time, without a GPU. The tests' clock does not depend on the machine's
+load."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Tape:
 
 
 def profile() -> dict[str, Any]:
-    """Return the results that the stages ``kernels`` and ``operators`` have for the synthetic traces."""
+    """Return the results of the stages ``kernels`` and ``operators`` on the synthetic traces."""
     tape, shaped = Tape(), Tape()
     for slower in (1.0, 1.1):
         tape.region(OURS, slower=slower)
@@ -196,7 +196,8 @@ def test_kernels_are_grouped_by_what_they_compute() -> None:
         ("finish of dqkv @ Wqkv", PASSES),
     ]
     first, *_, attention, _, triton, norm, _ = rows
-    assert len(first.names) == 2 and first.taken[0] == pytest.approx(661.5)  # with the gap between the two
+    # includes the gap between the two
+    assert len(first.names) == 2 and first.taken[0] == pytest.approx(661.5)
     assert [row.share.flops for row in rows[8:11]] == [None, 5 * T * 2048 * D, None]
     assert attention.share.flops and triton.share.bytes == 2 * (T * D + 3 * T * D)
     assert norm.share.flops == 6 * T * D * D and norm.bound == pytest.approx(6 * T * D * D / 640e6)
@@ -274,7 +275,8 @@ class Clock:
 
 
 class Fake:
-    """Fake stages of a width. Each stage takes ``seconds`` on ``clock``; the stage ``broken`` fails."""
+    """Stands in for the stages of a profile. Each stage takes ``seconds`` on ``clock``; the stage named
+    ``broken`` fails."""
 
     def __init__(self, clock: Clock, seconds: float, broken: str = "") -> None:
         self.clock, self.seconds, self.broken = clock, seconds, broken
@@ -405,7 +407,7 @@ def test_the_first_turns_are_dropped_and_arms_kept_apart(monkeypatch: pytest.Mon
         (kernel,) = found[name]["kernels"]
         assert kernel["name"] == f"kernel of {name}" and found[name]["dropped"] == 0
         assert len(kernel["microseconds"]) == benches.KEPT
-        assert kernel["microseconds"][0] > 3 * 2 * 4  # after three turns of two arms, of four events each
+        assert kernel["microseconds"][0] > 3 * 2 * 4  # after 3 turns, each with 2 arms and 4 events per arm
     assert [row[0]["name"] for row in made.operators()["operators"].values()] == [
         f"kernel of {name}" for name in made.names
     ]

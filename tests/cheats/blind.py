@@ -1,4 +1,5 @@
-"""Programs that are right on typical inputs alone: clamps and conditions beyond what ``init`` draws."""
+"""Programs that are right on typical inputs alone. Their clamps and conditions act only beyond the values
+that ``init`` draws."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ JUMPS = rejected("interpret", "size_choice", "jump")
 
 
 def positions(name: str, tries: str, value: str, ends: Rejection | None = None) -> Cheat:
-    """A rotation by something else than its positions."""
+    """Return a cheat that rotates by ``value`` instead of the positions."""
     return ROPE.cheat(name, tries, {"rope(t, positions,": f"rope(t, {value},"}, ends or wrong("q"))
 
 
 def rstd(name: str, tries: str, value: str, ends: Rejection | None = None) -> Cheat:
-    """A row scale that is something else than given."""
+    """Return a cheat that scales rows by ``value`` instead of ``rstd``."""
     return SCALED.cheat(name, tries, {"per_row(rstd)": f"per_row({value})"}, ends or wrong("y"))
 
 
 def act(name: str, tries: str, factor: str, ends: Rejection) -> Cheat:
-    """An activation with a factor that is 1 at most sizes."""
+    """Return a cheat whose activation has a factor that is 1 at most sizes."""
     return MLP.cheat(name, tries, {"silu(gate) * up": f"silu(gate) * up * ({factor})"}, ends)
 
 

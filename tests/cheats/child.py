@@ -1,4 +1,4 @@
-"""A jailed child that has been taken over, and what must not be left once one is gone."""
+"""A jailed child that has been taken over, and a check that nothing is left when a child has ended."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-# The language check is gone: ``trace`` executes the source with every builtin, and sends back its ``answer``,
-# or what it leaves in ``said``. What stops it then is the operating system and the parent.
+# There is no language check: ``trace`` executes the source with every builtin. It sends the source's
+# ``answer`` or, without an answer, an error with ``said``. Only the operating system and the parent can stop
+# the source.
 BARE = """
 import sys; sys.path.append(sys.argv[1])
 import ctypes, errno, mmap, resource, signal, socket, time
@@ -30,19 +31,21 @@ TAKEN_OVER = f"{BARE}\njail_child.main()"
 
 
 def children() -> set[int]:
-    """Process ids whose parent we are, zombies included."""
+    """Return the ids of this process's children, zombies included."""
     lists = Path("/proc/self/task").glob("*/children")
     return {int(number) for each in lists for number in each.read_text().split()}
 
 
 @contextmanager
 def nothing_left(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, we work and keep temporary files in ``directory``: no process, descriptor or file stays."""
+    """Make this process work, and keep temporary files, in ``directory``. Check that the ``with`` block
+    leaves no process, descriptor or file."""
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     monkeypatch.chdir(directory)
     processes, descriptors = children(), set(os.listdir("/proc/self/fd"))
     yield
     assert children() <= processes
-    # None more: fewer there may be, when a server thread of tests before these lets its connections go.
+    # No descriptors are new. There may be fewer than before, if a server thread of earlier tests closes its
+    # connections.
     assert set(os.listdir("/proc/self/fd")) <= descriptors
     assert list(directory.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Games with the contract: other outputs, types, constants and parameters than the spec's."""
+"""Cheats against the contract: outputs, types, constants and parameters that differ from the spec's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RETURN = '{"h": h, "hg": h * per_column(gamma), "rstd": rsqrt(mean + eps)}'
 
 
 def returning(name: str, tries: str, outputs: str, code: str, says: str) -> Cheat:
-    """Another thing for the kernel's outputs."""
+    """Return a cheat whose kernel returns ``outputs`` instead of the spec's outputs."""
     return RMSNORM.cheat(name, tries, {RETURN: outputs}, rejected("trace", code, says))
 
 

@@ -18,8 +18,8 @@ SPECS = HERE.parents[1] / "specs"
 
 @dataclass(frozen=True)
 class Rejection:
-    """A gate refuses it with one of ``codes``; ``says`` is part of the message, so that no other fault,
-    such as a misspelt name, is taken for the cheat."""
+    """A gate rejects the cheat with one of ``codes``. ``says`` is part of the message, so that a rejection
+    for another fault, such as a misspelt name, does not count."""
 
     gate: str
     codes: tuple[str, ...]
@@ -28,7 +28,8 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Contained:
-    """It leaves no trace: nothing on our descriptors, no process or file, and the program is the twin's."""
+    """The cheat leaves no trace: it writes nothing to this process's descriptors, and leaves no process or
+    file. The program is the twin's."""
 
 
 def rejected(gate: str, code: str, says: str) -> Rejection:
@@ -39,13 +40,15 @@ BY_SIZE = Rejection("trace", ("size_choice",), "sizes and literals alone")
 
 
 def wrong(output: str) -> Rejection:
-    """The interpreter's numbers are off: by the error gate, or where integers must come out bit for bit."""
+    """Return the rejection of wrong numbers in the interpreter: by the error gate, or because integers
+    differ."""
     return Rejection("interpret", ("numerics", "inexact"), f"output {output!r}")
 
 
 @dataclass(frozen=True)
 class Twin:
-    """An honest kernel of a spec: Checked as it stands, or as its program is sent by a child taken over."""
+    """An honest kernel of a spec. Its verdict is "checked", even if a child that has been taken over sends
+    its program."""
 
     name: str
     source: str
@@ -64,11 +67,12 @@ class Twin:
 
     @property
     def sent(self) -> str:
-        """The code with which a child that was taken over sends the honest program."""
+        """The code with which a child that has been taken over sends the honest program."""
         return sends(self.program.to_json(), self.traced[1])
 
     def cheat(self, name: str, tries: str, changes: Mapping[str, str], ends: Rejection | Contained) -> Cheat:
-        """The kernel with ``changes`` made: each old text, which occurs once, and what replaces it."""
+        """Return the kernel with ``changes`` as a cheat. A key of ``changes`` is an old text, which occurs
+        once; the value is the new text."""
         source = self.source
         for old, new in changes.items():
             assert source.count(old) == 1, f"{self.name}: {old!r} occurs {source.count(old)} times"
@@ -78,8 +82,9 @@ class Twin:
 
 @dataclass(frozen=True)
 class Cheat:
-    """``source`` is a kernel file; if ``taken_over``, what a jailed child executes with every builtin and no
-    language check, before its ``answer`` is sent to the verifier."""
+    """A kernel that one change makes hostile. ``source`` is a kernel file. If ``taken_over``, a jailed child
+    executes ``source`` with every builtin and no language check, then sends its ``answer`` to the
+    verifier."""
 
     name: str
     tries: str
@@ -90,7 +95,7 @@ class Cheat:
 
 
 def sends(text: str, lines: list[int | None]) -> str:
-    """Python that sends a program's JSON as the tracer would."""
+    """Return Python code that sends a program's JSON as the tracer would."""
     return f"answer = {{'program': {text!r}, 'lines': {lines}}}\n"
 
 

@@ -1,4 +1,4 @@
-"""Wrong fp8 outputs: ranges, scales and maxima that a rounding of four bits seems to hide."""
+"""Wrong fp8 outputs: wrong ranges, scales and maxima, which rounding to four bits seems to hide."""
 
 from __future__ import annotations
 

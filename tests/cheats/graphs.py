@@ -1,4 +1,4 @@
-"""Hostile programs: graphs and operations that no tracer writes down."""
+"""Hostile programs: graphs and operations that no tracer writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows with other experts than their own, tokens confused or dropped, a router's weights taken lightly."""
+"""Cheats with grouped products: wrong experts for rows, tokens confused or dropped, and wrong uses of a
+router's weights."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ BACKWARD = (
         wrong("drouted"),
     ),
 )
-# Products that nobody needs give epilogues, in which an operand of the next product can be changed.
+# Products whose results nobody needs have epilogues, and an epilogue can change an operand of the next
+# product.
 HONEST = 'return {"dw": gemm(dz.mT, x, offsets)}'
 OPERAND = """t = gemm(dz, gemm(dz.mT, dz))
     size = row_abs_max(dz + 0 * t)

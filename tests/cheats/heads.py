@@ -1,4 +1,5 @@
-"""Packed heads treated alike where they differ, ranges that are off, a model's own numbers as literals."""
+"""Cheats with packed heads: equal treatment of heads that differ, wrong ranges, and a model's numbers as
+literals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hostile sources without end: what the cheats try, in other places and wrappings, each another text."""
+"""An endless supply of hostile sources: the cheats' lines in other places and wrappings. No two texts are
+equal."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from cheats.corpus import Cheat, Rejection
 from cheats.sandbox import BODY, KERNEL
 from cheats.twins import RMSNORM
 
-SLOW = ("timeout", "memory")  # seconds each
+SLOW = ("timeout", "memory")  # codes of cheats that each take seconds
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Hostile(NamedTuple):
-    """A source, and whether a child that has been taken over executes it."""
+    """A hostile source. ``taken_over``: whether a child that has been taken over executes the source."""
 
     source: str
     taken_over: bool
@@ -25,7 +26,7 @@ class Hostile(NamedTuple):
 
 
 def sources(seed: int) -> Iterator[Hostile]:
-    """As many as are asked for; a seed gives the same ones again."""
+    """Yield sources without end. The same seed gives the same sources."""
     random = Random(seed)
     quick = [c for c in sandbox.CHEATS if not isinstance(c.ends, Rejection) or not {*SLOW} & {*c.ends.codes}]
     kernels = [lines for cheat in quick if (lines := _inserted(cheat))]
@@ -37,7 +38,8 @@ def sources(seed: int) -> Iterator[Hostile]:
 
 
 def _inserted(cheat: Cheat) -> str:
-    """The lines that a cheat inserts into its honest twin, dedented; empty if the cheat changes a line."""
+    """Return the lines that a cheat inserts into its honest twin, dedented. Return "" if the cheat changes a
+    line of its twin."""
     honest, lines = cheat.twin.source.splitlines(), cheat.source.splitlines()
     start = next((i for i, (a, b) in enumerate(zip(honest, lines, strict=False)) if a != b), len(honest))
     more = len(lines) - len(honest)
@@ -46,7 +48,7 @@ def _inserted(cheat: Cheat) -> str:
 
 
 def _kernel(lines: str, random: Random) -> Hostile:
-    """The kernel with hostile lines in it or beside it."""
+    """Return the kernel with hostile lines inside, above or below it."""
     wrapping, lines = _wrapped(lines, random, WRAPPINGS)
     place = random.choice(("inside", "above", "below"))
     lines = _padded(lines, random)
@@ -60,7 +62,8 @@ def _kernel(lines: str, random: Random) -> Hostile:
 
 
 def _child(cheat: Cheat, random: Random) -> Hostile:
-    """The code that a child runs before it sends its answer. The names it assigns are the module's."""
+    """Return the code that a child runs before it sends its answer. Names that the code assigns are names of
+    the module."""
     lines, _, after = cheat.source.partition(RMSNORM.sent)
     wrapping, lines = _wrapped(lines, random, BLOCKS)
     return Hostile(f"{_padded(lines, random)}\n{RMSNORM.sent}{after}", True, wrapping)
@@ -69,7 +72,8 @@ def _child(cheat: Cheat, random: Random) -> Hostile:
 def _wrapped(
     lines: str, random: Random, wrappings: dict[str, Callable[[str, Random], str]]
 ) -> tuple[str, str]:
-    """Up to three wrappings around lines, and the outermost one's name."""
+    """Put up to three wrappings around ``lines``. Return the name of the outermost wrapping, and the wrapped
+    lines."""
     name = "nothing"
     for _ in range(random.randint(0, 3)):
         name = random.choice(list(wrappings))
@@ -78,7 +82,7 @@ def _wrapped(
 
 
 def _padded(lines: str, random: Random) -> str:
-    """Honest lines and remarks before and after: no two texts are one."""
+    """Put honest lines and remarks before and after ``lines``, so that no two texts are equal."""
     return f"{_padding(random)}\n{lines}\n{_padding(random)}"
 
 
@@ -126,7 +130,8 @@ WRAPPINGS: dict[str, Callable[[str, Random], str]] = BLOCKS | {
 
 
 def _expression(lines: str) -> str:
-    """The last value that the lines compute. If they compute none, an expression that reaches builtins."""
+    """Return an expression: the last value that the lines compute. If they compute none, the expression
+    reaches builtins."""
     last = lines.strip().splitlines()[-1].strip()
     value = last.partition(" = ")[2]
     return value or (last if last.endswith(")") and ":" not in last else "len.__self__")

@@ -1,4 +1,5 @@
-"""Wrong mathematics that a loose check would pass: what a program can still say once all else is closed."""
+"""Wrong mathematics that a loose check would pass. A program can express it even if all other ways to cheat
+are closed."""
 
 from __future__ import annotations
 
@@ -17,17 +18,18 @@ from cheats.twins import (
     SWIGLU,
 )
 
-# (s*t) - (s*t - t) leaves of t as many bits of its significand as fp32 has more than s has.
+# With s = 2**k + 1, (s*t) - (s*t - t) rounds t to 24 - k bits of significand: 8 bits for bf16, 4 for e4m3.
 BF16, FP8_E4M3 = 2**16 + 1, 2**20 + 1
 
 
 def rounded(value: str, scale: int) -> str:
-    """Dekker's trick: ``value`` rounded to fewer bits, by fp32 arithmetic alone."""
+    """Return code that rounds ``value`` to fewer bits by fp32 arithmetic alone (Dekker's trick)."""
     return f"({scale} * {value} - ({scale} * {value} - {value}))"
 
 
 def in_parts(count: int) -> str:
-    """The chain's second matmul, a gemm for each share of K; a tile that a later step reads is bf16."""
+    """Return code for the chain's second matmul: one gemm for each of ``count`` parts of K. A tile that a
+    later step reads is bf16."""
     share = f"column_index(hg) * {count} / hg.columns"
     lines = ["z = 0"]
     for part in range(count):

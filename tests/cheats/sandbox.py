@@ -1,5 +1,5 @@
-"""Escapes from the sandbox: by the language, against which its check stands, and by a child taken over,
-against which the operating system stands."""
+"""Escapes from the sandbox. The language check must stop the escapes of a kernel, and the operating system
+those of a child that has been taken over."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ KERNEL = "@kernel\n"
 
 
 def inside(name: str, tries: str, lines: str, ends: Rejection | Contained) -> Cheat:
-    """Lines put first in the kernel."""
+    """Return a cheat with ``lines`` at the start of the kernel."""
     body = "".join(f"    {line}\n" for line in lines.splitlines())
     return RMSNORM.cheat(name, tries, {BODY: body + BODY}, ends)
 
 
 def above(name: str, tries: str, lines: str, ends: Rejection | Contained) -> Cheat:
-    """Lines put between the imports and the kernel."""
+    """Return a cheat with ``lines`` between the imports and the kernel."""
     return RMSNORM.cheat(name, tries, {KERNEL: f"{lines}\n\n\n{KERNEL}"}, ends)
 
 
 def calling(name: str, tries: str, helpers: str, ends: Rejection) -> Cheat:
-    """Functions beside the kernel, which calls ``g`` of them."""
+    """Return a cheat with functions above the kernel. The kernel calls the function ``g``."""
     return RMSNORM.cheat(
         name, tries, {KERNEL: f"{helpers}\n\n\n{KERNEL}", BODY: f"    x = g(x)\n{BODY}"}, ends
     )

@@ -1,4 +1,5 @@
-"""A child that has been taken over: it may say and try whatever a process can, and has no language check."""
+"""Cheats by a child that has been taken over. No language check stops such a child, so it may say and try
+whatever a process can."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ FORGED = '{"status": "accepted", "program": "{}", "lines": []}'
 
 
 def says(name: str, tries: str, lines: str, ends: Rejection | Contained, after: str = "") -> Cheat:
-    """Python of the child's, before and after it has the honest program for its answer."""
+    """Return a cheat whose child executes ``lines`` before it has the honest program as its answer, and
+    ``after`` afterwards."""
     return Cheat(name, tries, RMSNORM, f"{lines}\n{RMSNORM.sent}{after}", ends, taken_over=True)
 
 
 def refused(name: str, tries: str, lines: str, before: str = "pass") -> Cheat:
-    """Lines that the operating system must refuse. If it allows them, the child never sends its program."""
+    """Return a cheat with lines that the operating system must refuse. If it allows them, the child never
+    sends its program."""
     body = "".join(f"    {line}\n" for line in lines.splitlines())
     attempt = f"try:\n{body}except (OSError, RuntimeError, ValueError):\n    pass\nelse:\n    os._exit(9)"
     return says(name, tries, f"import os\n{before}\n{attempt}", Contained())

@@ -1,4 +1,5 @@
-"""How to tamper with a program's JSON, which a child taken over sends instead of what the tracer would."""
+"""Functions that tamper with a program's JSON. A child that has been taken over sends this JSON instead of
+the tracer's."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ Change = Callable[[Json], object]
 
 
 class Recorder:
-    """``@cheat(ends, twin)`` stands above a change of the twin's program, whose name and docstring are the
-    cheat's. What it returns, if anything, is sent instead of the program it was given; a text, as it is."""
+    """A collection of cheats. ``@cheat(ends, twin)`` decorates a function that changes the twin's program.
+    The function's name and docstring become the cheat's. If the function returns a value, the child sends
+    this value instead of the changed program; a string is sent as it is."""
 
     def __init__(self) -> None:
         self.cheats: list[Cheat] = []
@@ -26,7 +28,7 @@ class Recorder:
             made = change(program)
             text = made if isinstance(made, str) else json.dumps(program if made is None else made)
             name, tries = change.__name__.replace("_", " "), change.__doc__ or ""
-            # As many lines as nodes, so that it is the program that is refused.
+            # One line per node, so that the verifier refuses the program and not the lines.
             source = sends(text, [1] * len(program["nodes"]))
             self.cheats.append(Cheat(name, tries, twin, source, ends, taken_over=True))
             return change
@@ -39,11 +41,11 @@ def refused(code: str, says: str) -> Rejection:
 
 
 def node(program: Json, op: str) -> list[Any]:
-    """The first node of an operation: [op, args, attribute]."""
+    """Return the first node of an operation: [op, args, attribute]."""
     return next(n for n in program["nodes"] if n[0] == op)
 
 
 def add(program: Json, op: str, args: list[Any], attribute: object = None) -> int:
-    """A new last node; its number."""
+    """Add a node at the end; return its number."""
     program["nodes"].append([op, args, attribute])
     return len(program["nodes"]) - 1

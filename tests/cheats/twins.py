@@ -1,16 +1,17 @@
-"""The honest kernels that cheats are made from: a cheat is wrong by its difference from one of these."""
+"""The honest kernels that cheats are made from. One change of an honest kernel makes a cheat."""
 
 from __future__ import annotations
 
 from cheats.corpus import Twin
 from coda_agent import primitives
 
-# The whole vocabulary, so that no cheat fails for a name it forgot to import.
+# All names of the vocabulary, so that no cheat fails because of a missing import.
 IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
 
 
 def twin(spec: str, parameters: str, body: str) -> Twin:
-    """The body stands at the left margin here, and four spaces deep in the kernel."""
+    """Return the honest kernel of ``spec``. ``body`` has no indentation here, and four spaces in the
+    kernel."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
     return Twin(spec, f"{IMPORTS}\n\n@kernel\ndef honest({parameters}):\n{lines}")
 
@@ -114,12 +115,12 @@ h = gelu(gemm(x, w.mT) * per_row(sx) * per_column(sw))
 size = maximum(head_abs_max(h, 128), least)
 return {"act": h * per_head(448 / size), "scale": size / 448}
 """)  # fmt: skip
-# Rows and columns have one size here, by their shapes too.
+# In this spec rows and columns have one size, so shapes cannot tell rows from columns.
 SQUARE = twin("square", "a, b, v", """
 t = gemm(a, b) * per_row(v)
 return {"c": t, "sums": row_sums(t)}
 """)  # fmt: skip
-# Choices that the reference makes: clamps, a mask by column index; and a size as a divisor.
+# The reference of this spec has choices (clamps, a mask by column index), and a size as a divisor.
 CLAMPED = twin("clamped", "x, w, width, limit, eps", """
 z = gemm(x, w.mT)
 gate, up = pairs(z)

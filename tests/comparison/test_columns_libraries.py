@@ -55,7 +55,7 @@ TEN = {
 }
 Told = dict[str, dict[str, dict[str, float]]]  # by spec: the dicts "losses", "extra" and "counted"
 LIBRARIES = {"Liger": liger, "FlashInfer": flashinfer, "upstream CODA": upstream}
-GIVEN = {  # the compared outputs, if a library lacks some outputs or computes another number instead
+GIVEN = {  # the outputs to compare, if a library lacks some outputs or computes another number instead
     ("Liger", "gemm_residual_partial_rmsnorm"): {"h", "rstd"},
     ("Liger", "gemm_residual_partial_layernorm"): {"h", "mean", "rstd"},
     ("Liger", "gemm_residual_rmsnorm_bwd"): {"dgamma", "hn"},
@@ -75,8 +75,8 @@ def case(name: str) -> tuple[Spec, Given]:
 
 
 def losses(name: str, entry: Implementation, *, half: bool = False) -> dict[str, float]:
-    """Return each compared output's error relative to the reference's RMS. A wrong shape is an infinite
-    error.
+    """Return, for each output of ``entry``, the RMS of its error divided by the RMS of the reference. If the
+    shape of an output is wrong, its error is infinite.
 
     The outputs come from a second call, which must not depend on what the first call left behind. ``half``:
     use fp16 instead of bf16.
@@ -110,7 +110,8 @@ def wanted(library: str, name: str) -> set[str]:
 
 def check(library: str, name: str, found: Mapping[str, float]) -> None:
     assert found.keys() == wanted(library, name)
-    assert all(loss < 0.01 for loss in found.values()), found  # a few roundings to bf16, of about 0.002
+    # allows a few roundings to bf16 of about 0.002 each
+    assert all(loss < 0.01 for loss in found.values()), found
 
 
 def flops(call: Callable[[], object]) -> int:
@@ -200,8 +201,8 @@ def test_an_arm_with_halves_apart_is_compiled_as_its_name_says(
 
 
 def test_every_spec_that_a_library_gets_with_halves_apart_pytorch_gets_so_too() -> None:
-    """Otherwise a library would be compared with PyTorch in the interleaved layout, which no PyTorch user
-    would choose."""
+    """If PyTorch had no entry with separate halves, a library would be compared with PyTorch in the
+    interleaved layout. No PyTorch user would choose this layout."""
     assert {name for name, entry in liger.ENTRIES.items() if "apart" in entry.note} <= set(apart.FORMULATIONS)
     assert all("before timing" in formulation.note for formulation in apart.FORMULATIONS.values())
     for arm in (EAGER_APART, APART, APART_AUTOTUNE):
@@ -245,7 +246,8 @@ def test_rows_are_scaled_by_one_compiled_pass(
 
 @pytest.fixture(scope="module")
 def interpreted() -> Told:
-    """Return what ``main`` prints in a process in which Triton interprets and torch.compile is disabled."""
+    """Return the output of ``main``, which runs in a process where Triton interprets kernels and
+    torch.compile is disabled."""
     paths = os.pathsep.join(filter(None, [PYTHONPATH, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": paths}
     done = subprocess.run(
@@ -325,8 +327,9 @@ def _as_compiled() -> None:
 
 
 def main() -> None:
-    """Print as JSON, for each entry of Liger's: the losses, the error of the result that replaces a
-    log-sum-exp, and the counts. Inputs are fp16, because the interpreter multiplies bf16 numbers wrongly."""
+    """For each entry of Liger, print as JSON the losses, the counts, and the error of the loss that Liger
+    returns instead of a log-sum-exp. Inputs are fp16, because the interpreter multiplies bf16 numbers
+    wrongly."""
     _as_compiled()
     found: Told = {}
     for name, entry in liger.ENTRIES.items():

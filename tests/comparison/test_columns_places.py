@@ -1,5 +1,6 @@
 """Tests of the processes in which the compared libraries run: upstream CODA's environment and tuner, and the
-CUDA toolkit with which FlashInfer builds. Also tests of the work and memory of arms outside the timing."""
+CUDA toolkit with which FlashInfer builds. Other tests cover the work and the memory of arms that the timing
+does not include."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def test_a_race_is_thirty_calls_of_long_ones_fewer_and_goes_round_the_sets(
     numbers = range(sets)
     given = [(n,) for n in numbers], [{"out": -n} for n in numbers], {"config": "tile"}
     assert tuner.time_configs(kernel, *given, quantiles=(0.5, 0.2, 0.8)) == [milliseconds] * 3
-    assert len(seen) == 2 + calls and set(seen) == set(numbers)  # first, two calls measure a call's time
+    # the first two calls measure how long a call takes
+    assert len(seen) == 2 + calls and set(seen) == set(numbers)
     assert tuner.time_configs(kernel, *given) == milliseconds
 
 

@@ -1,6 +1,6 @@
 """Tests of FlashInfer's and upstream CODA's entries without a GPU. PyTorch replaces the functions of both
-libraries. So the tests cover the functions' arguments, the other work of a call, and the reading of outputs.
-"""
+libraries. The tests cover the arguments that these functions receive, the rest of a call's work, and the
+reading of outputs."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _dswiglu_backward(pre_act: Tensor, grad_out: Tensor, grad_pre: Tensor) -> Te
 
 
 def _gemm_rope(A: Tensor, B: Tensor, pos: Tensor, freq: Tensor, out: Tensor) -> Tensor:
-    """Rotate by the negative of the angle, as the package does. The frequency of an even column is its
-    pair's."""
+    """Rotate by the negative of the angle, as the package does. Columns 2*i and 2*i + 1 are a pair with the
+    frequency ``freq[2*i]``."""
     torch.mm(A, B, out=out)
     angle = pos[:, None] * freq[0::2]
     _turn(out, angle.cos(), -angle.sin())
@@ -176,7 +176,7 @@ def test_flashinfer_adds_and_norms_in_its_one_kernel(
 def test_flashinfers_calls_are_a_product_its_kernels_and_nothing_else(
     name: str, played: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only exception is the pass that scales x's rows. The entry's note states this pass."""
+    """A call may have one more pass, which scales the rows of x. The entry's note must state this pass."""
 
     class Launched(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -103,7 +103,7 @@ def test_a_changed_kernel_makes_its_own_cells_stale(gpu: Machine, monkeypatch: p
     again = measure(asked(), first, lambda made: None)
     assert gpu.sat == [(None, (REFERENCE_ARM, PROGRAM))]
     found = cells(again)[HUMAN]
-    assert isinstance(found, Cell) and found.indirect  # never in a session with the new kernel
+    assert isinstance(found, Cell) and found.indirect  # the human kernel was never timed with the new kernel
 
 
 def test_another_version_of_a_library_is_another_column(
@@ -119,8 +119,8 @@ def test_another_version_of_a_library_is_another_column(
 def test_what_was_another_for_a_while_is_measured_again(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library, torch, the reference arm or a row's question changes, and changes back. Liger is measured
-    again after each change, and the table shows Liger's new figures."""
+    """The version of a library or of torch, the reference arm, or the question of a row changes, and changes
+    back. Liger is measured again after each change, and the table shows Liger's new figures."""
     versions = {"liger-kernel": "0.8.5", "torch": "1.0"}
     monkeypatch.setattr(keys, "version", lambda name: versions.get(name, "1.0"))
     found = measure(asked(), Results(), kept_nowhere)
@@ -163,7 +163,7 @@ def test_what_is_another_since_has_no_figures_until_it_is_measured(
     versions["torch"] = "2.0"
     with pytest.raises(OutOfTime):
         measure(asked("gemm_swiglu", "gemm_rope", seconds=1.0), kept[-1], kept.append)
-    waits = lines(kept[-1])[-1]  # the reference arm has changed, too
+    waits = lines(kept[-1])[-1]  # the new torch makes the reference arm stale, too
     assert waits.cells[LLM] == Empty(f"{PROGRAM}: {CHANGED}") and isinstance(waits.cells[MATMUL], Cell)
 
 
@@ -210,7 +210,7 @@ def test_a_broken_column_says_so_and_stops_nothing(gpu: Machine) -> None:
     assert sum(LIGER in arms for _, arms in gpu.sat) == 2  # once per row, not in every process
     gpu.broken, gpu.sat = {}, []
     assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found
-    assert not gpu.sat  # the failed arm would fail again
+    assert not gpu.sat  # an arm that has failed is tried again only with ``again``
     mended = measure(asked("gemm_swiglu", "gemm_rope", processes=2, again=True), found, kept_nowhere)
     assert gpu.sat == [(None, (REFERENCE_ARM, LIGER))] * 4
     assert all(isinstance(line.cells[LIGER], Cell) for line in lines(mended))
@@ -232,7 +232,8 @@ def test_an_reference_arm_that_is_left_alone_is_not_kept(gpu: Machine) -> None:
     (session,) = measure(asked(arms=(EAGER,)), Results(), kept_nowhere).sessions
     assert not session.arms and set(session.failed) == {EAGER}
     (session,) = measure(asked(arms=(REFERENCE_ARM,)), Results(), kept_nowhere).sessions
-    assert set(session.arms) == {REFERENCE_ARM}  # kept alone, because it was requested
+    # kept although no other arm was measured, because it was requested
+    assert set(session.arms) == {REFERENCE_ARM}
 
 
 def test_why_a_column_cannot_be_tried_is_kept_though_nobody_sat(
@@ -249,7 +250,7 @@ def test_each_environment_imports_while_the_other_sits(gpu: Machine) -> None:
     measure(asked(processes=2), Results(), kept_nowhere)
     opened = [(seat.python, seat.ahead) for seat in gpu.opened]
     assert opened.count(("/other/python", workers.APART_AHEAD)) == 2
-    assert gpu.ready[0] == len(opened)  # two of each environment, the ceilings', the compilers'
+    assert gpu.ready[0] == len(opened)  # two workers per environment, one for the ceilings, one for compilers
 
 
 def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
@@ -260,7 +261,8 @@ def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
         ("gemm_rope", 0),
         ("gemm_rope", 1),
     ]
-    assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)  # the ceilings', one per session
+    # one worker for the ceilings, one per session
+    assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)
     assert gpu.ready == [5, 5, 5, 5]  # the workers of the next three sessions are already importing
 
 
@@ -273,7 +275,7 @@ def test_whoever_waits_hears_how_many_sessions_are_left(gpu: Machine) -> None:
 
 def test_not_all_of_a_comparison_imports_at_once(gpu: Machine) -> None:
     measure(asked(processes=6, arms=(EAGER,)), Results(), kept_nowhere)
-    assert gpu.ready == [5, 6, 7, 7, 7, 7]  # the ceilings' worker, the session's own, and three more
+    assert gpu.ready == [5, 6, 7, 7, 7, 7]  # at first 5 workers: ceilings, this session, the next three
 
 
 def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
@@ -303,7 +305,8 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     found = measure(wanted, Results(), kept_nowhere)
     ours = (PROGRAM, EAGER, COMPILE, LIGER, OWN_TUNER)
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
-    assert gpu.ready[0] == 8  # workers: ceilings, compilers, this session, the next three, two elsewhere
+    # workers: ceilings, compilers, this session, the next three, two in CODA's environment
+    assert gpu.ready[0] == 8
     assert all(seat.ahead == workers.AHEAD for seat in gpu.opened if seat.python is None)
     assert "coda_agent.comparison.competitors.ahead" in workers.AHEAD
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
@@ -320,7 +323,8 @@ def test_who_is_lost_ahead_of_its_session_keeps_no_other_row_from_being_tuned(gp
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
     for row in ("gemm_swiglu 1B", "gemm_rope 1B"):
         assert (row, "failed ahead of time: a schedule wrote astray") in said
-    assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(made))  # the arm tunes in its session
+    # the human arm is tuned in its session
+    assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(made))
     gpu.gone = True  # no arm is blamed for a lost GPU
     with pytest.raises(Lost, match="ECC"):
         measure(wanted, Results(), kept_nowhere)
@@ -401,14 +405,14 @@ def test_a_layer_is_a_row_too(gpu: Machine) -> None:
     assert line.operator == LAYER_FORWARD and line.cells[MATMUL] == Empty("it has no layer")
     flops = 2 * 16384 * 2048 * (4 * 2048 + 3 * 5632) + 2 * 8 * 2048**2 * 2048
     assert line.roofline == pytest.approx(flops / H100["tensor"] * 1e3, rel=1e-5)
-    assert found.sessions[0].arms[FUSED].key.count("text ") == 2  # the key depends on both programs
+    assert found.sessions[0].arms[FUSED].key.count("text ") == 2  # the key depends on both programs' texts
     (both,) = rows.choose_rows((LAYER_BOTH,), ("1B",), everything=False, quick=False)
     assert both.least(H100) == pytest.approx(3 * flops / H100["tensor"], rel=1e-5)
 
 
 def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
-    """So a changed backward program does not make the forward's figures stale, and the forward's session
-    compiles no backward kernel."""
+    """Therefore a changed backward program does not make the forward's figures stale, and a session of the
+    forward compiles no backward kernel."""
     forward, both = rows.choose_rows((LAYER_FORWARD, LAYER_BOTH), ("1B",), everything=False, quick=False)
     assert (len(forward.made_of(FUSED)), len(both.made_of(FUSED))) == (2, 4)
     assert forward.made_of(PROGRAM) == [] and forward.absent(PROGRAM) == "it has no layer"
@@ -434,8 +438,8 @@ def test_the_usual_rows() -> None:
 
 
 def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> None:
-    """At sizes without tuned schedules, a program comes without any. An edited kernel comes with the
-    schedules on which it was found correct."""
+    """At sizes without tuned schedules, a program has no schedules. An edited kernel has the schedules on
+    which it was found correct."""
     spec = load(rows.SPECS / "gemm_residual_partial_rmsnorm.yaml")
     program, edited = (kernels.accepted_kernel(spec, edited=edited) for edited in (False, True))
     assert program and edited

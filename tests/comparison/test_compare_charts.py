@@ -97,7 +97,7 @@ def axes(made: Sequence[TableRow], name: str) -> Any:
 
 
 def dots(made: Sequence[TableRow]) -> dict[str, Any]:
-    """Return matplotlib's lines of a roofline chart, by column."""
+    """Return the line that matplotlib draws for each column of a roofline chart."""
     shapes = {shape: name for name, shape in charts.SHAPES.items()}
     return {
         shapes[one.get_marker()]: one for one in axes(made, "roofline").lines if one.get_marker() in shapes
@@ -133,7 +133,7 @@ def test_bars_are_as_high_as_their_ratios_in_a_table_of_47_rows() -> None:
     inch = (
         drawn.get_position().height * figure.get_figheight() / abs(drawn.get_ylim()[1] - drawn.get_ylim()[0])
     )
-    assert bar.get_height() * inch >= 0.9 * 7 / 72  # in inches: 7 points are 7/72
+    assert bar.get_height() * inch >= 0.9 * 7 / 72  # at least 90% of 7 points; a point is 1/72 inch
     assert figure.get_figheight() < 40
 
 
@@ -161,5 +161,5 @@ def test_where_dots_coincide_a_cross_is_above_a_diamond_and_a_ring_above_both() 
     found = dots([line("1B", ratios={name: same for name in charts.COLOURS if name != LLM})])
     over = {name: drawn.get_zorder() for name, drawn in found.items()}
     assert all(over[LLM] > over[FLASHINFER] > over[name] for name in over if name not in (LLM, FLASHINFER))
-    for name in (LLM, FLASHINFER, MATMUL):  # hollow, so that markers below stay visible
+    for name in (LLM, FLASHINFER, MATMUL):  # markers are hollow, so that markers below stay visible
         assert found[name].get_markerfacecolor() == "none"

@@ -176,7 +176,7 @@ def test_what_is_committed_is_drawn_from_its_results(command: Callable[..., Any]
         drawn.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
         if page == first:
             assert command("--from", there, "--out", tmp_path, "--write", drawn)[0] == 0
-        else:  # what the command writes, without drawing the charts again
+        else:  # write what the command writes, except the charts
             markdown.write(drawn, read(there / "results.json"))
         again = f"run: coda-agent compare --from docs/comparison --out docs/comparison --write {page}"
         assert drawn.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), again

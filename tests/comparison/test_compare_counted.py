@@ -127,7 +127,8 @@ def test_a_cell_has_the_worst_error_and_peak_of_all_processes_and_the_time_betwe
 
 
 def test_the_fastest_arm_is_so_beside_the_reference_arm_and_not_by_the_clock() -> None:
-    """The two arms were measured in different processes, and the first process was twice as slow."""
+    """The two arms were measured in different processes, and the first process was twice as slow. So only the
+    ratios to the reference arm can be compared."""
     slow = session({REFERENCE_ARM: arm(2.0), COMPILE: arm(3.8), PROGRAM: arm(4.0)})
     fast = session({MAX_AUTOTUNE: arm(2.0), PROGRAM: arm(2.0)}, process=1)
     assert cell(COMPILE, slow, fast).arm == COMPILE
@@ -135,7 +136,7 @@ def test_the_fastest_arm_is_so_beside_the_reference_arm_and_not_by_the_clock() -
 
 
 def test_a_ratio_says_how_many_processes_it_rests_on() -> None:
-    """Sessions would be the wrong count: the reference arm has additional sessions for arms that were
+    """The number of sessions would be too large. The reference arm has additional sessions for arms that were
     measured in another environment or measured again."""
     together = [session({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(3)]
     apart = [session({UPSTREAM: arm(2.2)}, process=process) for process in TWO]
@@ -146,7 +147,8 @@ def test_a_ratio_says_how_many_processes_it_rests_on() -> None:
     }  # fmt: skip
     assert found[UPSTREAM].indirect and found[HUMAN].indirect and not found[MATMUL].indirect
     without = [session({COMPILE: arm(2.6)}, process=process) for process in TWO]
-    assert cell(MATMUL, *without, *apart).processes == 2  # without an LLM's kernel, of the matmul's time
+    # the processes that timed the matmul, because no session has an LLM's kernel
+    assert cell(MATMUL, *without, *apart).processes == 2
 
 
 # ── One process decides nothing ───────────────────────────────────────────────────────────────────────────
@@ -239,7 +241,7 @@ def test_a_time_below_the_roofline_is_noted_and_decides_nothing(percent: int) ->
     for sheet in (times, errors):
         noted = [dict(notes)[number] for number in sheet.rows[0][2][place].notes]
         assert any(text.startswith(note) for text in noted) is doubted
-    assert sum(text.startswith(note) for _, text in notes) == doubted  # the bare matmul is not noted
+    assert sum(text.startswith(note) for _, text in notes) == doubted  # the bare matmul gets no note
     told = against(found, COMPILE)
     (every,) = told.totals
     assert every.rows[0].outcome == ("undecided" if doubted else "loss")

@@ -70,7 +70,7 @@ def test_a_worker_lost_before_its_first_arm_ends_the_row_alone(
     found = measure(asked("gemm_swiglu", "gemm_swiglu_bwd"), Results(), lambda made: write(path, made))
     assert len(gpu.sat) == 4 and found == read(
         path
-    )  # the reference arm was never measured again in a session of its own
+    )  # the reference arm was not measured again in a session of its own
     column = LLM if python is None else UPSTREAM
     for line in lines(found):
         empty = line.cells[column]
@@ -112,15 +112,16 @@ def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
         measure(wanted, Results(), keep)
     assert len(kept[-1].sessions) == 1 and not kept[-1].failed()
     gpu.gone = False
-    assert len(measure(wanted, kept[-1], kept_nowhere).sessions) == 6  # CODA's package has no gemm_rope
+    # 4 sessions here, and 2 in the environment of CODA's package, which has no gemm_rope
+    assert len(measure(wanted, kept[-1], kept_nowhere).sessions) == 6
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_worker_that_cannot_begin_is_no_arms_fault(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
-    """If the worker belongs to the environment of CODA's package, only that column has no figures. Otherwise
-    the comparison stops."""
+    """If the worker belongs to the environment of CODA's package, only the column of this package has no
+    figures. Otherwise the comparison stops."""
     kept: list[Results] = [Results()]
     usual = gpu.ask
 
@@ -169,8 +170,8 @@ def test_what_is_lost_on_the_clock_is_found_by_halves(
 def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An arm fails only if it had the whole budget. If another session used a part of the budget, the arm
-    gets another try."""
+    """An arm fails only if it had the whole budget for itself. If another session used a part of the budget,
+    the arm gets another try."""
     usual, slow, kept = gpu.ask, {"gemm_swiglu"}, [Results()]
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
@@ -218,7 +219,7 @@ def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pyte
 
 
 def test_a_process_that_finds_caches_is_expected_to_take_less(gpu: Machine) -> None:
-    gpu.seconds, gpu.prepared = 260.0, 40.0  # of a session; of each of its six arms
+    gpu.seconds, gpu.prepared = 260.0, 40.0  # seconds of a session, and of preparing each of its six arms
     kept = [measure(asked(), Results(), kept_nowhere)]
     wanted = asked("gemm_rope", processes=3, arms=ARMS[:-2], seconds=500.0)
     with pytest.raises(OutOfTime):
@@ -263,7 +264,8 @@ def test_what_takes_longer_than_a_budget_is_begun_first_or_it_never_would(gpu: M
 
 
 def test_a_row_is_expected_to_take_what_its_like_took(gpu: Machine) -> None:
-    """The slow tuning of CODA's own package and the time of a layer do not count for an operator's row."""
+    """The estimate for a session of an operator ignores sessions of layers, and sessions of CODA's own
+    package, whose tuning is slow."""
     gpu.seconds, gpu.slow = 50.0, {UPSTREAM: 400.0, LAYER_FORWARD: 300.0}
     rows_, arms = ("gemm_swiglu", LAYER_FORWARD), (EAGER, COMPILE, UPSTREAM)
     found = measure(asked(*rows_, arms=arms), Results(), kept_nowhere)

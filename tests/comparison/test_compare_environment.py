@@ -1,5 +1,5 @@
-"""Tests of the environment for CODA's own package. They really create the environment, but a small package
-replaces CODA's."""
+"""Tests of the environment for CODA's own package. The tests really create the environment, but a small
+package replaces CODA's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def purelib(python: str) -> Path:
 def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None:
     assert environment.python() == installed
     assert versions(installed, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
-    (purelib(installed) / "tests.pth").write_text(f"{SUPPORT}\n")  # has the worker's task
+    (purelib(installed) / "tests.pth").write_text(f"{SUPPORT}\n")  # this folder has the worker's task
     with Worker(python=installed) as worker:
         answer = worker.ask(worker_tasks.environment_of, NAME, patience=60.0)
     assert answer == {"own": VERSION, "torch": torch.__version__}
@@ -97,7 +97,7 @@ def test_one_that_was_carried_is_set_on_what_is_there_without_a_network(carried:
         "coda-agent compare --install repairs it"
     )
     assert environment.install() == carried
-    versions.cache_clear()  # as in another process
+    versions.cache_clear()  # the cache of a new process is empty, too
     assert versions(carried, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
 
 

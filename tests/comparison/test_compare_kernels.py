@@ -55,7 +55,8 @@ def asked(*names: str) -> ComparisonRequest:
     ],
 )
 def test_a_kernel_of_other_versions_says_so(gpu: Machine, elsewhere: None, name: str, why: str) -> None:
-    """Other versions may lower the program to another text, but only the accepted text was measured."""
+    """Another version of CuTeDSL may lower the program to another text, but only the accepted text was
+    measured."""
     (line,) = lines(measure(asked(name), Results(), lambda made: None))
     assert line.cells[LLM] == Empty(why) and isinstance(line.cells[TORCH], Cell)
 

@@ -210,7 +210,7 @@ def test_markdown_says_what_was_computed_by_hand() -> None:
     assert times[0] == ["operator", "case", *(c.name for c in COLUMNS), "roofline"]
     assert column(times, LLM) == ["2.000"]
     assert column(times, HUMAN) == ["**1.900** <sup>4, 5</sup>"]  # QuACK (our search), weight transposed
-    assert column(times, MATMUL) == ["1.000"]  # the least time is not bold: a matmul alone does less
+    assert column(times, MATMUL) == ["1.000"]  # the fastest, but not bold: a matmul alone does less
     assert column(times, "roofline") == ["0.8000"]
     assert column(ratios, COMPILE) == ["1.300 [1.300, 1.300]"]
     assert column(ratios, HUMAN) == ["0.950 [0.950, 0.950]"]
@@ -296,7 +296,7 @@ def test_the_error_table_has_notes_and_says_that_outputs_may_be_fewer() -> None:
     text = markdown(hand())
     assert column(rows(text, "Error against fp64"), HUMAN) == ["1.01 <sup>4, 5</sup>"]
     assert column(rows(text, "Peak memory, MiB"), HUMAN) == ["5.0"]
-    assert page(hand(), {}).count(">4</a>, <a") == 2  # in times and in errors; notes 4 and 5, not 45
+    assert page(hand(), {}).count(">4</a>, <a") == 2  # in two tables, times and errors; 4 and 5 are two notes
     under = text.split("**Error against fp64**")[1].split("|")[0]
     assert "Notes name outputs that a column does not compute." in under
 
@@ -457,7 +457,8 @@ def test_the_page_escapes_hostile_text() -> None:
 
 def test_the_terminal_has_times_ratios_and_reasons_within_its_width(whole: Results) -> None:
     told = printed(whole, "measuring [red]gemm_rope[/red]")
-    # The message is above the table, which may be longer than the screen. It is not read as markup.
+    # The message is above the table, which may be longer than the screen. The message is not parsed as
+    # markup.
     assert told.startswith("measuring [red]gemm_rope[/red]\n")
     assert f"\n2 {comparison.FLASHINFER_REASON}" in told and "hidden size 8192 | <none>" in told
     assert "1.12†‡" in told and "…" not in told.split("swiglu_bwd")[1].split("\n")[0]

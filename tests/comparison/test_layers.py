@@ -86,7 +86,7 @@ def test_a_wrong_weight_of_a_norm_is_caught(norm: str, seen: set[str], kind: str
     next_norm = wrong.pop("next_norm")
     found = ratios(SMALL, drawn, Weights(**wrong), next_norm, kind)
     assert seen <= {name for name, ratio in found.items() if ratio > WORSE}, found
-    if norm == "next_norm":  # its gradient belongs to the next layer
+    if norm == "next_norm":  # the gradient of next_norm belongs to the next layer
         assert {name for name, ratio in found.items() if ratio > WORSE} == seen
 
 
@@ -176,7 +176,8 @@ def test_the_truth_is_the_layer_that_the_formulas_say(shape: Shape) -> None:
 def test_a_session_runs_of_every_variant_what_it_will_time_and_no_more(
     backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, for a row of the forward, each compiler would compile and tune a backward for nothing."""
+    """If a session of the forward trained a layer, each compiler would compile and tune a backward for
+    nothing."""
     drawn, trained = draw(SMALL, 13, "cpu"), list[Tensor]()
     monkeypatch.setattr("coda_agent.comparison.layers.shape.draw", lambda shape, seed: drawn)
     usual = Plain.train
@@ -243,7 +244,8 @@ def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_variants_yardstick_is_what_the_eager_layer_loses() -> None:
-    """A variant with a value below 1 is nearer to the truth than eager PyTorch."""
+    """If a variant's error in yardsticks is below 1, the variant is nearer to the truth than eager
+    PyTorch."""
     stage = _Stage(LayerArms(SMALL, (EAGER, FUSED), (), 12, backward=True))
     usual, found = stage.enter(EAGER).losses, stage.enter(FUSED).losses
     by_hand = {name: told["relative"] / usual[name]["relative"] for name, told in found.items()}

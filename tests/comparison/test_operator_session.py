@@ -156,8 +156,8 @@ def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> 
         entrant.call()
         assert entrant.losses.keys() == asked.spec.outputs.keys()
         for found in entrant.losses.values():
-            assert found["relative"] < 0.01  # eager PyTorch, 384 values: 0.006 in one of 150 draws
-            assert arm == EAGER or found["yardsticks"] < 1.5  # eager PyTorch rounds intermediate products
+            assert found["relative"] < 0.01  # eager PyTorch: 0.006 in one of 150 draws of 384 values
+            assert arm == EAGER or found["yardsticks"] < 1.5  # only eager PyTorch rounds intermediates
         stage.again(arm, 1)()
     for inputs, drawn in zip(stage.sets, before, strict=True):
         assert all(torch.equal(inputs[n], t) for n, t in drawn.items())

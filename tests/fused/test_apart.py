@@ -36,7 +36,7 @@ def given(leaves: dict[str, Tensor], rotates: bool) -> tuple[Any, ...]:
 
 
 def apart(leaves: dict[str, Tensor], rotates: bool) -> list[Tensor]:
-    """Return the parts and the stream."""
+    """Return the projection's parts and the stream."""
     parts, stream = functional.before_attention_apart(SIZES, *given(leaves, rotates))
     return [*parts, stream]
 

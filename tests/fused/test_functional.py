@@ -130,7 +130,7 @@ def test_a_summed_loss_does_its_rows_in_parts(
 
     def products(exponentials: list[str]) -> list[str]:
         whole = [*exponentials, *gradients_of] * 4
-        whole[len(exponentials) + 1] = "loss_weight_gradient"  # the first rows add to no earlier sum
+        whole[len(exponentials) + 1] = "loss_weight_gradient"  # the first rows have no earlier sum to add to
         return whole
 
     again = products(["loss_exponentials"] * 2) if scale > 1 else []
@@ -336,7 +336,7 @@ def test_it_compiles_whole_for_any_rows(name: str, backend: str, where: Where) -
         found, plain = gradients(compiled, given), gradients(PARTS[name].ours, given)
         for each in plain:
             assert loss_of(found[each], plain[each]) < where.close, (rows, each)
-    assert 0 < counted.graphs <= 2  # one graph for the first rows, one for any rows
+    assert 0 < counted.graphs <= 2  # one graph for the first number of rows, one for any number
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -26,8 +26,8 @@ def on_gpu(spec: Spec) -> dict[str, int]:
 
 
 def drawn(name: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
-    """Return an operator and its arguments at small sizes, by name and in order. On a GPU, the kernel can be
-    launched at these sizes."""
+    """Return an operator and its arguments by name, in the operator's order, at small sizes. On a GPU, the
+    kernel can be launched at these sizes."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     sizes, inputs = trial(spec)
     if device == "cuda":
@@ -138,7 +138,7 @@ def test_an_operator_is_compiled_whole_for_any_rows() -> None:
         given = swiglu(torch.bfloat16, rows)
         for mine, plain in zip(called(*given), torch.ops.coda_agent.gemm_rmsnorm_swiglu(*given), strict=True):
             assert torch.equal(mine, plain)
-    assert len(graphs) <= 2  # one for the first rows, one for any rows
+    assert len(graphs) <= 2  # one for the first number of rows, one for any number
 
 
 def test_dims_that_follow_from_no_shape_are_integers_and_graphs_take_any_rows() -> None:

@@ -112,7 +112,8 @@ def both(folder: Path) -> None:
     rank = 0 if child else 1
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
-    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # a module that returns a view
+    # FSDP2 warns about a module that returns a view
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")
     for patched_first in (True, False):
         work(rank, folder / str(patched_first), patched_first)
     in_bf16()

@@ -47,8 +47,9 @@ ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23
 
 
 class Limits(NamedTuple):
-    """Limits on an output's error against the interpreter, beyond the output's rounding: the largest error
-    and the error's root mean square. Both are relative to the output's root mean square."""
+    """Limits on an output's error against the interpreter, after the output's rounding is subtracted:
+    ``most`` for the largest error, ``mean`` for the error's root mean square. Both are relative to the
+    output's root mean square."""
 
     most: float
     mean: float
@@ -56,7 +57,8 @@ class Limits(NamedTuple):
 
 # These limits allow for sums in another order, and for the hardware's exp, log and rsqrt.
 EXACT = Limits(1e-4, 1e-5)
-# For the hardware's tanh, which has an error of 2**-11. It is used where only bf16 shows the result.
+# These limits allow for the hardware's tanh, which has an error of 2**-11. Lowered text uses this tanh only
+# where the result is rounded to bf16.
 COARSE = Limits(8e-3, 2e-3)
 # fp8 products are summed with about 14 bits between promotions to fp32.
 FP8 = Limits(8e-3, 2e-3)
@@ -110,8 +112,8 @@ def case(seed: int) -> Case | None:
 
 
 def run_case(task: tuple[int, str]) -> bool:
-    """Compile, run and compare the program of a seed. Write the findings to a file as JSON, and return
-    whether there was no error."""
+    """Compile and run the program of a seed, and compare its outputs with the interpreter's. Write the
+    findings to a file as JSON, and return whether there was no error."""
     seed, path = task
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     found: dict[str, Any] = {"seed": seed, "error": ""}
@@ -128,14 +130,15 @@ def run_case(task: tuple[int, str]) -> bool:
 
 
 def check(chosen: Case) -> dict[str, Any]:
-    """Return the findings. Like the tuner, skip schedules that need more resources than an SM has."""
+    """Return the findings for a case. Like the tuner, skip schedules that need more resources than an SM
+    has."""
     words = []
     for schedules in (chosen.schedules, *fallbacks(chosen)):
         try:
             with few_clusters(any(s.split for s in schedules.values())):
                 plan = Plan(KernelSource(chosen.program, schedules), chosen.sizes, DEVICE)
             found = compare(chosen.made, plan, chosen.seed)
-        except refusals():  # the tuner also skips a schedule after one of these
+        except refusals():  # the tuner also skips a schedule after such an error
             words.append(traceback.format_exc(limit=-3)[-1500:])
             if "illegal" in words[-1] or "misaligned" in words[-1]:
                 break

@@ -53,7 +53,7 @@ def test_good_functions_pass_on_the_gpu(tmp_path: Path) -> None:
         (
             "1 / (2.0**-127 + abs(x))",
             "cute.arch.rcp_approx(magnitude(x) + 2.0 ** -127)",
-        ),  # denormals are flushed
+        ),  # the GPU's reciprocal treats denormals as zero
     ],
 )
 def test_what_only_a_gpu_tells(tmp_path: Path, reference: str, exact: str) -> None:

@@ -1,7 +1,7 @@
 """Tests on an H100: QuACK's arms compute the outputs of their specs, on fixed and on tuned schedules.
 
-The limits are not those of our kernels, because the library uses approximate functions where our kernels may
-not. A correct formula stays within the limits here.
+The limits differ from those of our kernels, because the library uses approximate functions where our kernels
+may not. An arm with a correct formula stays within the limits here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coda_agent.verifier.spec.model import Spec
 SPECS = ROOT / "specs"
 LIMITS = ErrorLimits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)
 WIDEST = 16384  # larger sizes of a decode case are reduced to this, because its truth needs fp64
-INEXACT = 2.0**-9  # limit on the RMS error of an output of approximate functions, over the truth's RMS
+INEXACT = 2.0**-9  # limit on RMS(error) / RMS(truth) of an output that uses approximate functions
 SCHEDULES = {
     "pingpong": config(128, 128, True),
     "cooperative": config(256, 128, False, cluster=(1, 2)),
@@ -69,7 +69,8 @@ def test_an_arm_computes_the_outputs_of_its_spec(name, case, family):
     sizes = {dim: min(size, WIDEST) for dim, size in spec.case(case).sizes.items()}
     inputs = draw(spec, sizes, 1, device="cuda", family=family)
     for chosen in admitted(quack_library(name, inputs, sizes, spec.constants)).values():
-        stages = quack_library(name, inputs, sizes, spec.constants)  # new, since one adds to its output
+        # new stages, since one adds to its output
+        stages = quack_library(name, inputs, sizes, spec.constants)
         poisoned(stages)
         judge(spec, chained([s.prepare(chosen) for s in stages])(), inputs, sizes)
 

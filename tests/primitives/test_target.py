@@ -1,5 +1,5 @@
-"""A port to another architecture replaces one value, because schedules, gates, compilers and the roofline
-follow ``TARGET``."""
+"""A port to another architecture replaces one value, ``TARGET``. Schedules, gates, compilers and the roofline
+depend on this value."""
 
 from __future__ import annotations
 

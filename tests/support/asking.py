@@ -1,5 +1,5 @@
-"""Helpers that ask the anthropic provider questions, against a scripted server on loopback and without real
-waiting."""
+"""Helpers that ask the anthropic provider questions. A scripted server on loopback answers, and a fake clock
+replaces real waiting."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from checkout import ROOT
 from waiting import eventually
 
-# If the test suite runs in the background, its child processes inherit that SIGINT is ignored.
+# A test suite in the background ignores SIGINT, and its child processes inherit this. The program therefore
+# restores the handler of SIGINT.
 INTERRUPTIBLE = """
 import signal
 from coda_agent.agent.cli.main import main
@@ -31,8 +32,8 @@ PATIENCE = 300.0  # seconds; the machine may be busy with other work
 
 
 def expect(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait for the condition. Fail at once if ``process``, which should make the condition true, ends
-    before."""
+    """Wait for the condition. Fail at once if ``process``, which should make the condition true, ends before
+    the condition is true."""
 
     def over() -> bool:
         return condition() or (process is not None and process.poll() is not None)
@@ -49,7 +50,8 @@ def _errors(process: subprocess.Popen[bytes] | None) -> str:
 def going(
     arguments: Sequence[str | Path], prompts: Sequence[Path], **streams: int
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the command. Yield its process after it has written these prompts and waits for answers."""
+    """Start the command. When its process has written all ``prompts`` and waits for answers, yield this
+    process."""
     given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | streams
     command = [sys.executable, "-c", INTERRUPTIBLE, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "160"}
@@ -63,8 +65,8 @@ def going(
 
 @dataclass
 class Terminal:
-    """A pseudo-terminal. A process uses the end ``theirs``. Its output so far is ``seen``, without escape
-    sequences."""
+    """A pseudo-terminal. The process under test uses the end ``theirs``. ``seen`` is the output of this
+    process so far, without escape sequences."""
 
     ours: int
     theirs: int

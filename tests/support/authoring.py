@@ -44,8 +44,8 @@ ACCEPTED = [name for name in SHIPPED if (KERNELS / f"{name}.py").exists()]
 
 
 def activation(folder: Path, reference: str) -> Spec:
-    """Return a spec of one product z [M, F] of x and w. Its only output is y in bf16; ``reference`` is the
-    expression of z that gives y."""
+    """Return a spec with one product, ``z = x @ w.mT`` [M, F]. Its only output is y in bf16; ``reference`` is
+    the expression that computes y from z."""
     text = (SPECS / "gemm_relu2.yaml").read_text(encoding="utf-8")
     outputs, cases = text.index("outputs:"), text.index("cases:")
     lines = ["outputs:", "  y: {shape: [M, F], dtype: bf16}", "reference: |", "  z = x @ w.mT"]
@@ -88,8 +88,9 @@ TWICE = TOY_KERNEL.replace("gemm(a, b)", "2 * gemm(a, b)")
 # a different program, equally correct
 TURNED = TOY_KERNEL.replace("gemm(a, b) * per_row(v)", "per_row(v) * gemm(a, b)")
 
-# Honest kernels of shipped specs. Three differ from every generated kernel in their wording, and
-# tests/verifier/test_verify.py makes mistakes in them. Other tests work out the remaining kernels by hand.
+# Honest kernels of shipped specs. For the kernels from ``operators``, other tests work out texts and counts
+# by hand. The wording of the last three kernels differs from every generated kernel, and
+# tests/verifier/test_verify.py plants mistakes in these three.
 HONEST = {name: operators.source_of(name) for name in operators.BODIES} | {
     "gemm_residual_partial_rmsnorm": """\
 from primitives import gemm, kernel, per_column, row_sums, sqrt
@@ -351,8 +352,8 @@ HEADER: dict[str, Any] = {
 def make_run(
     spec: Path, source: str = TOY_KERNEL, found: Measured | Rejected | None = None, **header: Any
 ) -> str:
-    """Create a run on disk and return its name. Its first attempt is checked. If ``found`` is given, the
-    attempt is also measured with this result."""
+    """Create a run on disk and return its name. The run has one attempt, with the verdict checked. If
+    ``found`` is given, it is the result of the attempt's measurement."""
     run = runs.start(spec, HEADER | header)
     with run.journal as journal:
         program = program_of(run.spec, source)

@@ -1,6 +1,6 @@
-"""The output of the `claude` command: the shapes and words of its lines, without fields that nothing reads.
+"""Output lines of the `claude` command, without the fields that nothing reads.
 
-The lines come from Claude Code 2.1.330 on 2026-11-22, which the claude-code provider ran against a Messages
+Claude Code 2.1.330 printed such lines on 2026-11-22, when the claude-code provider ran it against a Messages
 API on loopback. No subscription was used.
 """
 
@@ -73,7 +73,8 @@ def printed(*lines: dict[str, Any]) -> dict[str, Any]:
 
 
 def failed(words: str, code: int | None = None, **fields: Any) -> dict[str, Any]:
-    """Return the command's final result for a failure with these words and this status of the API."""
+    """Return the command's final result for a failure. ``words`` is the result's text, and ``code`` is the
+    status that the API returned."""
     return FAILED | {"api_error_status": code, "result": words, **fields}
 
 

@@ -1,4 +1,4 @@
-"""The result of the command, which ran in this process or in its own."""
+"""The result of a `coda-agent` command. The command ran in the test's process or in a process of its own."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> ArmResult:
 def session(
     arms: Mapping[str, ArmResult], operator: str = "gemm_rope", case: str = "7B", **changes: Any
 ) -> Session:
-    """Return the session of one row in one process. Its reference arm is cuBLAS's bare matmul with 1 ms,
-    unless ``arms`` replaces it."""
+    """Return the session of one row in one process. The reference arm is cuBLAS's bare matmul. It takes
+    1 ms, unless ``arms`` replaces this arm."""
     given: dict[str, Any] = {
         "sizes": {"M": 16384, "N": 4096, "K": 4096},
         "question": "0",
@@ -93,8 +93,8 @@ def line(
     reference_arm: str = REFERENCE_ARM,
     roofline: float = 0.1,
 ) -> TableRow:
-    """Return a table row in which the LLM's kernel takes 1 ms. ``ratios`` are the intervals of the other
-    columns."""
+    """Return a table row in which the LLM's kernel takes 1 ms. ``ratios`` holds the interval of each
+    other column that was measured."""
 
     def cell(name: str, milliseconds: float, ratio: Interval | None) -> Cell:
         return Cell(name, milliseconds, ratio, indirect, {}, 1 << 20, "", processes)
@@ -106,9 +106,9 @@ def line(
 
 
 def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:
-    """Return results for these rows, each an operator and a case. Some arms failed or are absent. A row has
-    two complete processes, one process with an outdated kernel and, for most operators, one process that
-    measures a single column."""
+    """Return results for ``rows``, which are pairs (operator, case). Some arms failed or are absent. A row
+    has sessions of two complete processes and of one process with an outdated kernel. For most operators,
+    another process measures a single column."""
     operators = {operator for operator, _ in rows}
     found = [s for place, row in enumerate(rows) for s in _sessions(place, *row, SIZES[row[1]])]
     absent = {name: {FLASHINFER: FLASHINFER_REASON} for name in operators}

@@ -1,4 +1,5 @@
-"""A stand-in for a GPU: the workers of a comparison return invented figures, and fail if a test wants it."""
+"""A stand-in for a GPU: the workers of a comparison return invented figures, and fail if a test says
+so."""
 
 from __future__ import annotations
 
@@ -140,7 +141,7 @@ def _names(asked: Any) -> tuple[str, ...]:
 
 
 class Seat:
-    """A worker of a ``Machine``. When it is asked, no other worker may hold memory of the GPU."""
+    """A worker of a ``Machine``. When a worker gets a request, no other worker may hold memory of the GPU."""
 
     def __init__(self, owner: Machine, python: str | None, ahead: tuple[str, ...]):
         self.owner, self.python, self.ahead, self.asked, self.closed = owner, python, ahead, False, False

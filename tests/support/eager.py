@@ -1,6 +1,6 @@
 """The meaning of a kernel file without the tracer: its source runs on fp64 values, and nothing is rounded.
 
-The implementation is independent of ``primitives``. Both run the same text of a kernel.
+This implementation is independent of ``primitives``. Both implementations run the same text of a kernel.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Eager:
         return float(self.value.shape[1])
 
     def over(self, columns: int) -> torch.Tensor:
-        """Return the value as it enters a tile with this many columns."""
+        """Return the value as it enters a tile with ``columns`` columns."""
         if not self.head:
             return self.value
         count = columns // self.value.shape[-1]
@@ -83,8 +83,8 @@ setattr(Eager, "__pow__", calculate(lambda a, b: a**b))  # noqa: B010
 
 
 def _gemm(a: Eager, b: Eager, offsets: Eager | None = None, index: Eager | None = None) -> Eager:
-    """Return the product of ``a`` and ``b``. With offsets, multiply each row by its expert's matrix, or
-    compute one matrix for each expert from only its rows."""
+    """Return the product of ``a`` and ``b``. With offsets, multiply each row by the matrix of its
+    expert, or compute one matrix for each expert from this expert's rows."""
     if index is not None:
         a = Eager(torch.stack([a.value[token] for token in index.value.long().tolist()]))
     if offsets is None:
@@ -202,7 +202,7 @@ def truth(source: str, signature: Signature, inputs: Tensors, sizes: Mapping[str
     """Return the outputs of the kernel ``k`` in ``source``. ``sizes`` contains the static dims."""
     values: dict[str, Any] = {name: Eager(t.double()) for name, t in inputs.items()}
     values |= {**signature.constants} | {d: sizes[d] for d in signature.static}
-    imports, code = source.split("\n", 1)  # VOCABULARY has the imported names
+    imports, code = source.split("\n", 1)  # the import is skipped, because VOCABULARY has its names
     assert imports.startswith("from primitives import ")
     namespace = dict(VOCABULARY)
     exec(compile(code, "<truth>", "exec"), namespace)

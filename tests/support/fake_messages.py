@@ -20,7 +20,7 @@ USAGE = {
 }
 
 
-COUNTED = 4311  # the server's token count of every request
+COUNTED = 4311  # the number of tokens that the server counts for every request
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.chunk(f"event: {event}\ndata: {json.dumps({'type': event, **fields})}\n\n")
 
     def start_message(self, usage: dict[str, int] = USAGE) -> None:
-        """Begin a stream, up to its first block."""
+        """Begin a stream: send everything that comes before its first block."""
         message: dict[str, Any] = {
             "id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": usage,
@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.event("message_start", message=message)
 
     def begin(self, text: str, usage: dict[str, int] = USAGE) -> None:
-        """Begin a stream, up to the middle of its only text block."""
+        """Begin a stream: send everything up to the middle of its only text block."""
         self.start_message(usage)
         self.event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         self.event("ping")
@@ -290,7 +290,8 @@ def stalls(handler: _Handler) -> None:
 
 
 def pings(handler: _Handler) -> None:
-    """Send half of a message, then only pings for ten seconds or until one side goes."""
+    """Send half of a message, then only pings for ten seconds. Stop earlier if the server stops or the client
+    disconnects."""
     handler.begin("half an")
     with suppress(OSError):
         for _ in range(500):

@@ -35,8 +35,8 @@ def fill_cache(size: int) -> dict[str, Any]:
 
 
 def tune_toy(asked: dict[str, str]) -> dict[str, Any]:
-    """Compile the schedules that a tuning of an accepted program compiles. Count the schedules that were not
-    compiled before."""
+    """Compile an accepted program with the probe schedules, as a tuning compiles its schedules. Count the
+    schedules that were not compiled before."""
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.primitives.compiler.probe_schedules import PROBES
     from coda_agent.primitives.lang.ir import Program

@@ -47,8 +47,8 @@ class Damage:
         return json.dumps(self.value(sound)).encode()
 
     def bytes(self, sound: bytes) -> bytes:
-        """Return ``sound`` after it was cut off, overwritten or rearranged, or after bytes were inserted or
-        removed."""
+        """Return a copy of ``sound`` that is cut off, overwritten or rearranged, or in which bytes are
+        inserted or removed."""
         start = self.random.randrange(len(sound) + 1)
         end = min(len(sound), start + self.random.choice((1, 1, 4, 40, 400)))
         scrap = self.random.choice(SCRAPS)
@@ -70,8 +70,8 @@ class Damage:
         return self.lines(sound)
 
     def lines(self, sound: str) -> str:
-        """Return a text in which one to three lines are removed, doubled, swapped, indented or given another
-        word."""
+        """Return a copy of ``sound`` with one to three changes. A change removes, doubles or indents a line,
+        swaps two lines, or replaces a word."""
         lines = sound.split("\n")
         for _ in range(self.random.choice((1, 1, 2, 3))):
             at, other = (self.random.randrange(len(lines)) for _ in range(2))

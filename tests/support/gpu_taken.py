@@ -14,8 +14,8 @@ from coda_agent.primitives.system.files import cache_dir
 
 @contextmanager
 def gpu_taken(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], object]) -> Iterator[list[bool]]:
-    """Hold the GPU's lock until the command under test waits for it. Yield a list that gets an entry for each
-    wait: whether the command had ``begun`` to measure."""
+    """Hold the GPU's lock until the command under test waits for this lock. Yield a list. Each wait adds an
+    entry: True if the command had begun to measure, otherwise False."""
     lock = FileLock(cache_dir() / "gpu.lock")
     waited: list[bool] = []
 
@@ -29,5 +29,5 @@ def gpu_taken(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], object]) -> I
     monkeypatch.setattr("coda_agent.agent.artifacts.gpu_lock.FileLock", Waiting)
     with lock:
         yield waited
-    with FileLock(cache_dir() / "gpu.lock", timeout=0):  # the lock is free again
+    with FileLock(cache_dir() / "gpu.lock", timeout=0):  # check that the lock is free again
         pass

@@ -102,7 +102,8 @@ BACKWARD = Example(
     ),
     {"M": 24, "D": 32, "F": 16},
 )
-# Output projection and residual add, then the next projection; the norm's row scale is applied after it.
+# An output projection, a residual add and a second projection. The norm's row scale is applied after the
+# second projection.
 CHAIN = Example(
     signature(
         {"y": tensor("M, K"), "wo": tensor("K, N"), "x": tensor("M, N"), "gamma": tensor("N"),
@@ -118,7 +119,8 @@ CHAIN = Example(
     ),
     {"M": 24, "K": 32, "N": 48, "P": 40},
 )  # fmt: skip
-# Each head is normed by its own statistic, then rotated by an angle computed from row and column.
+# Each head is normed by its own statistic, then rotated. The angle of the rotation is computed from row and
+# column.
 QK_NORM = Example(
     signature(
         {"x": tensor("M, K"), "w": tensor("2*H*P, K"), "gamma": tensor("2*P"),
@@ -245,7 +247,7 @@ FP8 = Example(
     ("return {'y': gemm(x, w.mT) * per_row(sx) * per_column(sw)}",),
     {"M": 24, "K": 32, "N": 48},
 )  # fmt: skip
-# Tiles, vectors and reductions of every width that no bulk copy moves.
+# Tiles, vectors and reductions of each width for which the lowered text uses no bulk copy.
 WIDTHS = Example(
     signature(
         {"x": tensor("M, K"), "w": tensor("2*F, K"), "half": tensor("M, F"), "wide": tensor("M, 4*F", "fp32"),
@@ -273,8 +275,8 @@ EXAMPLES = {
 
 
 def draw(signature: Signature, sizes: dict[str, int], seed: int = 0) -> Tensors:
-    """Draw normal inputs, scaled by 0.4 so that a product over these sizes stays near one. Indices run from a
-    few below 0 to a few past the largest size."""
+    """Draw normal inputs, scaled by 0.4 so that a product over these sizes stays near one. Indices lie
+    between -3 and the largest size plus 2, so some are out of range."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
     for name, declared in signature.inputs.items():

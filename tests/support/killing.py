@@ -1,8 +1,9 @@
 """Processes that run the real command and kill themselves just before or just after they commit a chosen
 event to the journal.
 
-One interpreter imports everything, reads errands, and forks a process for each errand. Stand-ins replace the
-author, the gates and the GPU. A stand-in logs each request with write(2), which survives a kill.
+One interpreter imports all modules, reads errands (see ``Errand``) and forks a process for each errand.
+Stand-ins replace the author, the gates and the GPU. A stand-in logs each request with write(2), so that the
+log survives a kill.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from coda_agent.verifier.spec.model import Spec
 
 MODEL = "claude-opus-5-5"
 READ, WRITTEN = 1000, 500  # tokens that each request reserves
-REFUSED = 3  # the turn of the cast ``Kernel`` whose first request is refused
+REFUSED = 3  # in the cast ``Kernel``, the first request of this turn is refused
 VOID = "void/3/0"  # the key of the event that records the void measurement of turn 3
 FAILED = Usage(700, 30)  # the usage of a failed request of the cast ``Edit``
 
 
 @dataclass(frozen=True)
 class Errand:
-    """A command and the point at which its process is killed: "before" or "after" a kind of event. ``cast``:
-    the class in this module that supplies the stand-ins; ``kernels``: the folder used instead of
-    generated_kernels/."""
+    """A command, and the ``point`` at which its process is killed: "before KIND" or "after KIND", where KIND
+    is a kind of event. ``cast``: the class in this module that supplies the stand-ins; ``kernels``: the
+    folder used instead of generated_kernels/."""
 
     arguments: Sequence[str]
     cast: str
@@ -119,8 +120,8 @@ class Kernel:
 
 @dataclass
 class Edit:
-    """A run that edits the text of an accepted kernel and then makes it faster in another round. Requests
-    fail until a failed request has stopped the run. There is no GPU."""
+    """A run that edits the text of an accepted kernel, and edits it again in another round. Every request
+    fails until the journal records that the run stopped. There is no GPU."""
 
     note: Callable[[str], None]
 
@@ -216,8 +217,8 @@ def _perform(errand: Errand) -> None:
 
 
 def _serve() -> None:
-    """Fork a process for each errand read from stdin, and print its exit status as a line. All imports happen
-    here, once."""
+    """Fork a process for each errand read from stdin, and print the exit status of each process as a line.
+    This function imports every module once, before it forks."""
     import torch  # lowering imports torch; the import starts no thread, so a fork is safe  # noqa: F401
 
     import coda_agent.verifier.measure  # noqa: F401

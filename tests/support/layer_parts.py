@@ -1,4 +1,5 @@
-"""Functions of fused and the same mathematics in plain PyTorch, at small sizes, for any dtype."""
+"""Functions of the package ``fused``, and the same functions in plain PyTorch, at small sizes, for any
+dtype."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ Function = Callable[..., Tensor]
 
 
 class Counted:
-    """A backend of torch.compile that counts its graphs. PyTorch's own counter also counts the graphs of the
-    functions that fused compiles for a GPU."""
+    """A torch.compile backend that counts the graphs it compiles. PyTorch's own counter would also count the
+    graphs of functions that ``fused`` compiles for a GPU."""
 
     def __init__(self, backend: str):
         self.backend, self.graphs = lookup_backend(backend), 0
@@ -140,8 +141,8 @@ def before_attention(bias: bool, rotates: bool) -> Part:
 
 
 def between_attentions(activation: str) -> Part:
-    """A part that returns the stream after one layer, concatenated with the next layer's projections of its
-    norm."""
+    """Return a part whose result concatenates two tensors: the residual stream after one layer, and the next
+    layer's projections of the normed stream."""
     first, last = after_attention(activation), before_attention(False, False)
 
     def ours(w: Tensor, next_gamma: Tensor, gamma: Tensor, **given: Tensor) -> Tensor:
@@ -187,8 +188,8 @@ PARTS = {
 
 
 def gradients(function: Function, given: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
-    """Return the result, and the gradient of a randomly weighted sum of it for each leaf that requires
-    one."""
+    """Return the function's result, and a gradient for each leaf tensor that requires one. The gradients are
+    those of a randomly weighted sum of the result."""
     result = function(**given)
     weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed)).to(result)
     wanted = {n: t for n, t in given.items() if t.requires_grad}

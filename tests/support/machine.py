@@ -1,8 +1,9 @@
 """Run lowered text lane by lane, with Python in place of CuTeDSL.
 
-A fragment is a list of columns; a column holds all rows. The whole matrix is one CTA tile. Beyond the matrix,
-accumulators and bulk loads are zero and spread vectors are NaN. A load that threads address themselves
-returns the value at the edge there. So a missing mask changes the result.
+A fragment is a list of columns; a column holds all rows. The whole matrix is one CTA tile. Beyond the edge of
+the matrix, accumulators and bulk loads are zero, and vectors spread over the tile are NaN. A load that
+threads address themselves returns the value at the edge. With these values, a missing mask changes the
+result.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Heads:
 
 @dataclass
 class LogSumExp:
-    """A model of the mainloop's own reduction: it leaves out lanes past the edge and overwrites the fragment
-    it receives."""
+    """A model of the reduction that the mainloop does itself. The reduction leaves out lanes past the edge
+    and overwrites the fragment that ``fold`` receives."""
 
     place: Place
     blocks: list[torch.Tensor] = field(default_factory=list)
@@ -97,7 +98,8 @@ class LogSumExp:
 
 @dataclass
 class Select:
-    """A model of the mainloop's own selection: for an index that is no column, it writes nothing."""
+    """A model of the selection that the mainloop does itself. If a row's index is not a valid column, the
+    selection writes nothing for this row."""
 
     place: Place
     index: torch.Tensor
@@ -162,7 +164,7 @@ def inside_rows(place: Place, lane: int) -> torch.Tensor:
 
 
 def _down(place: Place, source: torch.Tensor, at: int) -> torch.Tensor:
-    """Return a column of memory. The last row is repeated past the end."""
+    """Return a column of memory. Past the end, the column repeats the value of its last row."""
     if source.ndim == 1:
         return source[at].float()
     return source[:, at].float()[torch.arange(place.rows + PAST).clamp(max=place.rows - 1)]
@@ -294,8 +296,8 @@ for _proposal in MERGED:
 
 
 class Machine:
-    """One program on given inputs. ``memory`` holds tensors by node; ``partials`` holds them by node and
-    part."""
+    """Run one program on given inputs. ``memory``: tensors by node; ``partials``: partial results of
+    reductions, by node and part."""
 
     def __init__(self, program: Program, inputs: Tensors, sizes: Mapping[str, int]):
         self.program, self.lowered = program, lower(program)
@@ -328,7 +330,8 @@ class Machine:
         return [d(self.sizes) for d in self.types[node].shape]
 
     def number(self, argument: Argument) -> torch.Tensor:
-        """Return the size that a node names; for an extent, the node's number of columns."""
+        """Return the size that the argument's node names; if the argument is an extent, return the node's
+        number of columns."""
         if argument.role == "extent":
             return fp32(self.shape(argument.node)[1])
         return fp32(Dim.parse(str(self.program.nodes[argument.node].attribute))(self.sizes))
@@ -427,7 +430,8 @@ class Machine:
             self.partials[argument.node, argument.part] = value[None, : place.rows, None]
 
     def lanes(self, argument: Argument, place: Place) -> Lanes:
-        """Return a bulk load. If the tile is twice as wide as the GEMM, a lane packs two values."""
+        """Return the lanes of a bulk load. If the tile is twice as wide as the GEMM, each lane packs two
+        values."""
         tile = self.read(argument).float()
         across = PAST * tile.shape[1] // place.columns
         assert argument.packed == (tile.shape[1] == 2 * place.columns)
@@ -453,14 +457,14 @@ class Machine:
             return  # this model assumes correct offsets
         given = [self.given(argument) for argument in kernel.arguments]
         (length,) = self.shape(kernel.length)
-        for row in range(length + 3):  # like a grid, go past the last value
+        for row in range(length + 3):  # a grid of threads also extends past the last value
             self.thread = 8 * row
             self.module[kernel.name]().kernel(*given)
         for argument, vector in zip(kernel.arguments, given, strict=True):
             if argument.role == "out":
                 self.memory[argument.node] = vector.values
             elif argument.role == "partial" and argument.rank == 1:
-                assert bool((vector.values == LOWEST).all())  # reset, as the next call expects
+                assert bool((vector.values == LOWEST).all())  # the kernel has reset them for the next call
 
     def given(self, argument: Argument) -> Any:
         match argument.role:

@@ -1,7 +1,8 @@
-"""Two reductions that the vocabulary lacks, each registered once, as ``reductions`` registers its own.
+"""Two reductions that the vocabulary lacks. Each is registered in one place, in the same way as the
+reductions of the module ``reductions``.
 
-Run as a program, this module compiles on request, as the child process of ``primitives.runtime.compile``
-does.
+If this module runs as a program, it compiles on request, like the child process of
+``primitives.runtime.compile``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from coda_agent.primitives.runtime import compile as compiling
 @contextmanager
 def registered() -> Iterator[None]:
     """Add ``row_min`` and ``column_min`` to the vocabulary until the ``with`` block ends."""
-    least = Fold(largest("-{0}"), math.inf, "max", "-{0}")  # the fold is of the negative values
+    least = Fold(largest("-{0}"), math.inf, "max", "-{0}")  # the fold receives negated values
 
     @reduces(least.along("row"), torch=lambda torch, t: t.amin(dim=-1))
     def row_min(t: Tensor) -> Tensor:

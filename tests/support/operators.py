@@ -1,4 +1,5 @@
-"""Kernels of shipped specs and two further kernels. Tests work out their texts and counts by hand."""
+"""Kernels of shipped specs, and two further kernels. Tests compare the texts and counts of these kernels with
+values worked out by hand."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def source(signature: Signature, body: str) -> str:
 
 
 def kernel(signature: Signature, body: str) -> Program:
-    """Return the traced program of such a file."""
+    """Return the traced program of the kernel file with this body."""
     return trace_source(source(signature, body), signature)
 
 

@@ -106,8 +106,8 @@ def _draw(
 
 
 def _offsets(rows: int, experts: int, generator: torch.Generator) -> torch.Tensor:
-    """Return offsets for rows that go to random experts, only to every third expert, all to one expert, or
-    all but one row to expert 0."""
+    """Return the experts' row offsets for a random one of four cases: rows go to random experts, only to
+    every third expert, only to one expert, or all but one row to expert 0."""
     device = generator.device
     drawn = torch.randint(experts, (rows,), generator=generator, device=device)
     case, some = torch.randint(12, (2,), generator=generator, device=device).tolist()
@@ -134,6 +134,6 @@ def random_schedule(random: Random, kernel: GemmKernel, sizes: Mapping[str, int]
     tiles = [t for t in sorted(TILES) if kernel.admits(Schedule(*t), sizes)]
     tile = random.choice(tiles)
     cluster = random.choice([c for c in CLUSTERS if kernel.admits(Schedule(*tile, *c), sizes)])
-    choices = [random.choice((False, True)) for _ in range(3)]  # both cache hints, and a deep mainloop
+    choices = [random.choice((False, True)) for _ in range(3)]  # for two cache hints and the deep mainloop
     split = cluster == (2, 2) and kernel.offsets is None and random.choice((False, True))
     return Schedule(*tile, *cluster, random.choice(SWIZZLES), *choices)._replace(split=split)

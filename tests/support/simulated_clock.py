@@ -1,4 +1,4 @@
-"""A simulated device. Its clock moves only when a test moves it."""
+"""A simulated device, whose clock moves only when a test moves it."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 @contextmanager
 def mounted(disk: Path, size: int) -> Iterator[Path]:
-    """Create a directory and mount a file system of ``size`` bytes on it, if possible (``os.path.ismount``
-    tells)."""
+    """Create a directory, and mount a file system of ``size`` bytes on it if this user may. Tests call
+    ``os.path.ismount`` to see whether it is mounted."""
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
     may = not os.geteuid() and shutil.which("mount") is not None

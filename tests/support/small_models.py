@@ -24,8 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
 SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-# The few values of a gradient share the rounding errors of all layers above. These errors show in the slope
-# against the truth.
+# The few values of a gradient share the rounding errors of all layers above. These errors change the slope
+# against the truth, so the slope has the limit of ``FEW``.
 LIMITS = replace(limits.USUAL, slope=limits.FEW.slope, shared=limits.UNROUNDED.shared)
 
 

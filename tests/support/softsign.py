@@ -46,7 +46,7 @@ def write(directory: Path, old: str = "", new: str = "") -> Path:
 
 
 def proposed(directory: Path, old: str = "", new: str = "") -> tuple[Proposal, Spec]:
-    """Return a proposal and its frame."""
+    """Return a proposal and the spec of its frame."""
     made = proposal.load(write(directory, old, new))
     frame = directory / "frame.yaml"
     frame.write_text(made.frame)

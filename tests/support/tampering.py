@@ -41,7 +41,7 @@ def pin(kernels: Path) -> None:
 
 
 def rerate(report: Any) -> None:
-    """Compute medians, ratios, and the counts of processes and rounds from the current samples."""
+    """Update the medians, the ratios, and the numbers of processes and rounds to match the samples."""
     for t in report["timings"]:
         own = t["samples"]["candidate"]
         t["milliseconds"] = {arm: round(central(rows), 5) for arm, rows in t["samples"].items()}
@@ -62,8 +62,8 @@ def faster(arm: str, rows: Any) -> Any:
 
 
 def one_faster(arm: str, rows: Any) -> Any:
-    """Give one process of the candidate a time that no H100 could reach. The mean over processes does not
-    show it."""
+    """Give one process of the candidate a time that no H100 could reach. The mean over processes hides this
+    time."""
     return [*rows[:2], [0.1] * len(rows[2])] if arm == "candidate" else rows
 
 

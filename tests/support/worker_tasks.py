@@ -1,4 +1,4 @@
-"""Tasks for the GPU worker that do what a kernel can do to the process that runs it."""
+"""Tasks for the GPU worker. They harm their process in the ways in which a kernel could harm it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def chatter(_: object) -> dict[str, Any]:
 
 
 def environment_of(name: str) -> dict[str, str]:
-    """Return the version (``own``) of a module and of PyTorch, as this process imports them."""
+    """Return the attribute ``own`` of a module, and the version of PyTorch, as this process imports both."""
     import torch
 
     return {"own": importlib.import_module(name).own, "torch": torch.__version__}

@@ -152,13 +152,13 @@ class Writer:
         return self.random.choice(values[-6:])
 
     def tile(self, **wanted: Any) -> Tile | None:
-        """Return a recent tile of a step with these fields, or None."""
+        """Return a recent tile whose fields have these values, or None."""
         found = [t for t in self.tiles if all(getattr(t, k) == v for k, v in wanted.items())]
         return self.recent(found) if found else None
 
     def vector(self, length: str, before: int) -> Vector:
-        """Return a vector that is final before a step. With probability ``bold``, the vector may not be final
-        yet."""
+        """Return a vector that is final before step ``before``. With probability ``bold``, the vector may not
+        be final yet."""
         known = [v for v in self.vectors if v.length == length]
         ready = [v for v in known if v.after < before or self.chance(self.bold)]
         if ready and self.chance(0.7):
@@ -169,7 +169,7 @@ class Writer:
         return made
 
     def vector_dtype(self, length: str) -> str:
-        """Choose a dtype. If rows belong to experts, a vector of rows must not be 16-bit."""
+        """Choose a dtype. If rows belong to experts, a vector along the rows must not be 16-bit."""
         wide = self.offsets and length == "M" and not self.chance(self.bold)
         return "fp32" if wide else self.random.choice(VECTOR_DTYPES)
 
@@ -215,8 +215,8 @@ class Writer:
         return f"gemm({a}, {self.weight(inner, columns, dtype)})"
 
     def experts_product(self, rows: str, inner: str, columns: str, dtype: str, index: str = "") -> str:
-        """Multiply the rows of each expert by the expert's own matrix. If ``index`` is given, it names the
-        rows."""
+        """Multiply the rows of each expert by the expert's own matrix. If ``index`` is given, the input
+        of this name selects the rows."""
         self.grouped.add(self.gemms - 1)
         if self.chance(0.5):
             own = self.input(("E", columns, inner), dtype, ("normal", inner)) + ".mT"
@@ -226,7 +226,7 @@ class Writer:
 
     def own_product(self, source: Tile, dtype: str) -> None:
         """Output one matrix per expert: the product of the expert's rows of two tiles. No other expression
-        reads it."""
+        reads this output."""
         other = Tile(self.input(("M", "G"), dtype, ("normal", "M")), Space("M", "G"), "half", -1)
         a, b = self.random.sample([source, other], 2)
         name = self.line(f"gemm({a.name}.mT, {b.name}, {self.offsets})")
@@ -305,7 +305,7 @@ class Writer:
         self.loads += 1
         dtype = self.random.choice(TILE_DTYPES)
         name = self.input((space.rows, space.columns(width)), dtype, ("normal", "1"))
-        # a value computed from this input alone may ride along in a step, or may belong to no step
+        # a value computed only from this input may be computed within a step, or may belong to no step
         if self.chance(self.bold * 3):
             self.tiles.append(Tile(name, space, width, -1))
         return name
@@ -382,7 +382,8 @@ class Writer:
         self.vectors.append(Vector(name, t.space.rows, t.home))
 
     def move_select(self, t: Tile) -> None:
-        """Add the values that targets select, often subtracted from the log-sum-exp of the same tile."""
+        """Add the values that targets select from a tile. Sometimes the values are subtracted from the
+        log-sum-exp of this tile."""
         if t.width == "one" or self.chance(self.bold):
             text = f"row_select({t.name}, {self.indices(t.space)})"
             text = f"row_logsumexp({t.name}) - {text}" if self.chance(0.4) else text

@@ -1,4 +1,5 @@
-"""Every cheat of the corpus ends as it must, and every honest twin of a cheat is Checked."""
+"""Every cheat in tests/cheats gets the verdict that it declares, and every honest twin of a cheat is
+Checked."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_an_honest_twin_is_checked(twin: Twin, sent: bool, monkeypatch: pytest.M
     assert program == twin.program
 
 
-# A contained cheat yields the program of its twin.
+# If a cheat is contained, its program is the program of its honest twin.
 @pytest.mark.usefixtures("interpreted_once", "told_resources")
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 def test_a_cheat(cheat: Cheat, monkeypatch: pytest.MonkeyPatch) -> None:

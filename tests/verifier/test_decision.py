@@ -26,7 +26,7 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def toy(tmp_path: Path, wide: str) -> Spec:
-    """Return the toy spec with this ``bench`` for case wide."""
+    """Return the toy spec, in which ``bench`` of the case ``wide`` has this value."""
     path = tmp_path / "toy.yaml"
     assert "N: 8192}" in TOY
     path.write_text(TOY.replace("N: 8192}", f"N: 8192, bench: {wide}}}"))
@@ -82,8 +82,8 @@ def test_a_reported_case_that_beats_the_hardware_is_a_wrong_measurement(tmp_path
 
 
 def test_one_process_that_beats_the_hardware_is_not_averaged_away(tmp_path: Path) -> None:
-    """No process can take less than 0.1389 ms in this case, but the mean over the processes is above this
-    bound."""
+    """In this case, no kernel can take less than 0.1389 ms. Process 1 reports 0.1 ms, although the mean over
+    the processes is above this bound."""
     spec = toy(tmp_path, "true")
     own = ((2.0,) * 12, (0.1,) * 12, (2.0,) * 12)
     assert central(own) > 0.7
@@ -126,7 +126,7 @@ def test_a_lower_bound_at_the_threshold_does_not_exceed_it(tmp_path: Path) -> No
         ((1.1, 1.2, 1.15), 0.0, True),
         ((0.5, 0.6, 0.55), 0.0, False),
         ((0.9965, 0.9966, 0.9964), 0.002, False),  # Student's interval is below 1, the bootstrap's contains 1
-        ((0.9985, 0.999, 0.9995), 0.0, True),  # the other way round, with three processes
+        ((0.9985, 0.999, 0.9995), 0.0, True),  # Student's interval contains 1, the bootstrap's is below 1
         ((0.98, 1.0, 1.02), 0.0, False),  # as fast, or slower by more than 1%
         ((0.996, 1.001, 1.006), 0.0, False),
     ],
@@ -159,7 +159,7 @@ def test_too_little_to_accept_on_is_no_verdict(tmp_path: Path, changes: dict[str
     spec = toy(tmp_path, "true")
     with pytest.raises(InvalidMeasurement, match=words):
         decided(spec, {}, **changes)
-    with pytest.raises(Failed, match="case large"):  # it is enough to reject
+    with pytest.raises(Failed, match="case large"):  # but it suffices for a rejection
         decided(spec, {"large": 0.9}, **changes)
 
 

@@ -1,5 +1,5 @@
-"""The course of a measurement: which worker gets which tasks, which results are kept, and when a measurement
-is void or lost.
+"""Tests of the course of a measurement: which worker gets which tasks, which results are kept, and when a
+measurement is void or lost.
 
 The workers are stand-ins that return invented figures. test_gpu_worker.py tests real workers, and tests/gpu
 tests real figures.
@@ -69,7 +69,7 @@ class Workers:
         self.kept: list[KernelCase | None] = []
         self.races: list[Benchmark] = []
         self.chosen: Iterator[int] = itertools.repeat(128)
-        self.faults: Iterator[list[str]] = itertools.repeat([])  # of successive controls
+        self.faults: Iterator[list[str]] = itertools.repeat([])  # the faults of successive controls
         self.progress: Progress = silent  # the callback of the last task
 
     def __call__(self, ahead: tuple[str, ...] = ()) -> Any:
@@ -264,7 +264,7 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     asked = len(workers.asked)
     whole = run(spec, keep=memory)
     assert isinstance(whole, Measured)
-    # time that was spent before the cut counts, too
+    # the time spent before the interruption counts, too
     assert "tune" in whole.seconds and whole.seconds["score: race"] == 6 * 4.0
     later = [(task, case) for each in workers.asked[asked:] for task, case in each]
     assert later == [("score", "wide"), ("score", "large"), ("score", "wide")]
@@ -375,21 +375,21 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     jobs = [job for job in workers.kept if job is not None]
     assert len(jobs) == len(workers.kept) == 6
     assert {(job.case, job.sizes["M"]) for job in jobs} == {("large", 4096), ("wide", 2048)}
-    tuned = Schedule.from_json(SCHEDULE)  # tuned here and now, over the schedules that were good before
+    tuned = Schedule.from_json(SCHEDULE)  # tuned in this measurement, over the earlier good schedules
     assert all(job.schedules == ({0: tuned},) for job in jobs)
     assert {job.case: job.known for job in jobs} == {"large": {0: [Schedule(swizzle=16)]}} | raced
     assert [t.kept_schedules for t in found.timings] == [{"0": SCHEDULE}] * 2
     assert found.rival == kept.kernel.lowered.hash
     assert sorted(workers.tasks("tune")) == [(0, case) for case in ("large", "large", "wide", "wide")]
-    assert [job.afresh for job in workers.jobs if not job.schedules] == [True] * 4  # none of another day
+    assert [job.afresh for job in workers.jobs if not job.schedules] == [True] * 4  # no old search is reused
     workers.gain = 1.0
     slower = run(spec, kept=kept)
     assert isinstance(slower, Rejected) and slower.code == "no_faster"
 
 
 def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, workers: Workers) -> None:
-    """The incumbent's report of another day lacks schedules that today's search adds. If only the incumbent
-    ran on these schedules, the schedules would decide, not the texts."""
+    """The incumbent's report lacks schedules that only today's search found. If the incumbent ran on these
+    schedules and the edit did not, the schedules would decide the race, not the texts."""
     program = program_of(spec, TOY_KERNEL)
     today = [SCHEDULE | {"swizzle": 16}, SCHEDULE | {"cluster_m": 2, "cluster_n": 2, "split": True}]
     usual = workers.answers[tune]
@@ -447,14 +447,14 @@ def test_what_quack_ran_on_is_told_and_what_it_won_with_before_goes_along(
 
 
 def test_no_schedule_is_told_that_not_every_process_had(spec: Spec, workers: Workers) -> None:
-    workers.chosen = iter([128, 128, 128, 256, 128, 128])  # the second case, in the second process
+    workers.chosen = iter([128, 128, 128, 256, 128, 128])  # 256: second case, second process
     found = run(spec)
     assert isinstance(found, Measured) and not found.timings[1].quack
     assert found.quack().keys() == {"large"}
 
 
 def test_a_measurement_that_goes_on_elsewhere_is_void(spec: Spec, workers: Workers) -> None:
-    """Otherwise its report would describe all processes by the machine of the first process."""
+    """If such a measurement counted, its report would name the first process's machine for all processes."""
     keep = Memory()
     assert isinstance(run(spec, keep=keep), Measured)
     for name in [name for name in keep.pieces if name.startswith("score/2/")]:

@@ -1,5 +1,5 @@
-"""``verify --gpu`` continues where it was cut off. The command and the measurement are real; the workers are
-stand-ins."""
+"""If ``verify --gpu`` is interrupted, the next call continues the measurement. The command and the
+measurement are real; the workers are stand-ins."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cards(Workers):
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
-    """Return stand-in workers on a simulated GPU, with a cache of this test's own."""
+    """Return stand-in workers on a simulated GPU. The test has a cache of its own."""
     made = Cards()
     monkeypatch.setattr(stages, "Worker", made)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -76,7 +76,8 @@ def asked(workers: Workers) -> list[tuple[str, str]]:
 
 
 def cut_at(workers: Workers, score_number: int) -> None:
-    """Raise KeyboardInterrupt at score number ``score_number``. Later scores return figures."""
+    """Make the score with number ``score_number`` raise KeyboardInterrupt. All other scores return
+    figures."""
     left = score_number
 
     def cut(given: Any) -> dict[str, Any]:
@@ -99,7 +100,8 @@ def test_a_measurement_that_was_cut_off_goes_on(workers: Workers, verify: Verify
     assert status == 130 and out == ""
     before, pieces_left = asked(workers), kept()
     assert ("tune", "large") in before and len([task for task, _ in before if task == "score"]) == 4
-    assert len(pieces_left) == len(before)  # without the last score; the hidden sizes need no task
+    # the interrupted score left no piece, but the hidden sizes left a piece without a task
+    assert len(pieces_left) == len(before)
     status, out, err = verify()
     assert status == 0 and isinstance(REPORT.validate_json(out), Accepted)
     assert f"continuing with {len(pieces_left)} finished stage(s)" in err and "--again" in err

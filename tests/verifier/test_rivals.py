@@ -1,5 +1,5 @@
-"""Schedules of a spec's rivals come from a committed report, if the report is for the same spec and the same
-QuACK."""
+"""The schedules of a spec's rivals come from a committed report, if the report is for the same spec and the
+same version of QuACK."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spec:
 
 
 def commit(directory: Path, spec: Spec, *, edited: bool = False, **identity: str) -> None:
-    """Write a kernel's files. The report has these fields in its identity."""
+    """Write the files of an accepted kernel. The identity in its report has the fields ``identity``."""
     program = program_of(spec, TOY_KERNEL)
     found = measured(spec, program)
     found = found.model_copy(update={"identity": found.identity.model_copy(update=identity)})

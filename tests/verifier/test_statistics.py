@@ -15,8 +15,8 @@ ROUNDS, TRIALS = 24, 40
 
 
 def interval(estimate: float, below: float, above: float) -> Interval:
-    """Return an interval with these half widths in logarithms. The bootstrap's half widths are half as large;
-    Student's are the whole."""
+    """Return an interval with these half widths in logarithms. Student's interval has the same half widths;
+    those of the bootstrap's interval are half as large."""
     ends = [(estimate * math.exp(-below * part), estimate * math.exp(above * part)) for part in (0.5, 1)]
     return Interval(estimate, *ends[1], 0.9, *ends)
 
@@ -24,7 +24,7 @@ def interval(estimate: float, below: float, above: float) -> Interval:
 @pytest.mark.parametrize("rounds", [8, 13])
 @pytest.mark.parametrize("processes", [1, 3])
 def test_both_ways_to_draw_anew_draw_the_same(rounds: int, processes: int) -> None:
-    """The interval of a report must not depend on which of the two functions has drawn."""
+    """The interval in a report must not depend on which of the two functions drew the samples."""
     draw = random.Random(processes)
     rows = tuple(tuple(draw.gauss(0, 1) for _ in range(rounds)) for _ in range(processes))
     assert statistics._equal_draws(rows, 7) == statistics._draws(rows, 7)
@@ -63,8 +63,8 @@ def test_intervals_cover_the_truth_whichever_step_is_the_noisy_one(noise: tuple[
         covered += found.low <= 1.1 * 0.8 <= found.high
         widths.append(math.log(found.high / found.low))
     assert covered >= 0.9 * TRIALS
-    # An interval is twice 2.0 standard errors wide, by rounds and arms. Medians, and the wider of two
-    # methods, make it wider.
+    # From the noise and the number of rounds, an interval should be four standard errors wide. Medians, and
+    # the choice of the wider of two intervals, make it wider, but less than twice as wide.
     assert sum(widths) / TRIALS < 2 * (4 * math.hypot(*noise) * math.sqrt(2 / ROUNDS))
 
 
@@ -81,8 +81,9 @@ def test_processes_that_differ_widen_both_intervals_though_their_rounds_agree() 
 
 
 def test_rounds_cut_off_at_either_end_count_as_the_last_kept_ones() -> None:
-    """Yuen's interval of ten log ratios, computed by hand. Two are cut off at each end, so that 2 2 2 3 4 5 6
-    7 7 7 have a sum of squares of 42.5. The quantile of t with five degrees of freedom is 2.5706."""
+    """Yuen's interval of ten log ratios, computed by hand. The two ratios at each end are replaced by the
+    nearest kept ratio. The values 2 2 2 3 4 5 6 7 7 7 have a sum of squared deviations of 42.5. The quantile
+    of t with five degrees of freedom is 2.5706."""
     logs = [0.01 * k for k in range(10)]
     found = ratio([math.exp(x) for x in logs], [1.0] * 10).student
     reach = 2.5706 * 0.01 * math.sqrt(42.5 / 9) * 10 / (6 * math.sqrt(10))

@@ -1,5 +1,5 @@
-"""The gates on any machine: their order, what each gate refuses and with which message, and honest kernels
-that pass."""
+"""The gates on any machine: their order, the sources that each gate refuses and its messages, and honest
+kernels that pass."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def test_the_schedule_that_its_author_chose_is_compiled(spec: Spec, monkeypatch:
     assert isinstance(report, Checked) and Schedule(128, 192) in asked
 
 
-# Wrong formulas, each a slip that an author may make. A key is the spec and the wrong output; a value is the
-# change.
+# Wrong formulas that an author may write by mistake. A key holds the spec and the output that becomes wrong;
+# a value holds the correct text and the wrong text.
 WRONG = {
     ("gemm_residual_partial_rmsnorm", "rstd"): ("mean + eps", "mean + 0.001"),
     ("gemm_residual_partial_rmsnorm", "h"): ("x + gemm", "x - gemm"),
@@ -237,7 +237,7 @@ cases:
 
 
 def test_a_vector_along_the_wrong_axis(tmp_path: Path) -> None:
-    """If shapes cannot tell rows from columns, values do."""
+    """In a square output, shapes cannot show that a vector lies along the wrong axis, but values show it."""
     path = tmp_path / "toy.yaml"
     path.write_text(SQUARE)
     spec = load(path)
@@ -267,7 +267,7 @@ def test_progress_of_a_rejection(spec: Spec) -> None:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Return the list to which workers that were started ahead of the gates are added as they end."""
+    """Return a list. Each worker that was started ahead of the gates is added to the list when it ends."""
     closed: list[object] = []
     monkeypatch.setattr("coda_agent.verifier.stages.start_workers", lambda: [closing(Ahead(closed))])
     return closed

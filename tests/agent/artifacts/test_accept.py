@@ -1,4 +1,4 @@
-"""Acceptance: the files it writes, what it refuses, full disks, killed processes, and the commit."""
+"""Acceptance: its files, its refusals, full disks, killed processes, and the git commit."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> No
     assert not (tmp_path / "kernels").exists()
 
 
-# An acceptance writes all files or none. The report vouches for the other files, so it exists only beside all
-# of them.
+# An acceptance writes all files or none. The report vouches for the other files, so a report never exists
+# without them.
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -154,7 +154,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def test_a_disk_that_fills_up_leaves_the_kernel_before(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """The disk is full when file number ``writes`` is written. The files of the older kernel remain."""
+    """The disk is full after ``writes`` files are written. The older kernel's files stay unchanged."""
     put(accepted_run(spec, TWICE), tmp_path / "kernels")
     before = contents(tmp_path / "kernels")
     name, done = accepted_run(spec), iter(range(100))
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_leaves_the_kernel_before(
         with pytest.raises((Refused, JournalError), match=f"{tmp_path}.*: No space left on device"):
             accept(outcome, run.journal, tmp_path / "kernels", tmp_path / "kernels")
     assert contents(tmp_path / "kernels") == before
-    assert len(list((tmp_path / "kernels").iterdir())) == len(before)  # no draft is left
+    assert len(list((tmp_path / "kernels").iterdir())) == len(before)  # no temporary file is left
     put(name, tmp_path / "kernels")
     assert contents(tmp_path / "kernels")["toy.py"].decode() == TOY_KERNEL
 
@@ -202,13 +202,15 @@ def test_a_place_that_cannot_be_written_says_so(spec: Path, tmp_path: Path) -> N
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A directory: a file system of 32 KB if this user may mount one, otherwise an ordinary directory."""
+    """Return the path of a 32 KB file system if this user may mount one, otherwise of an ordinary
+    directory."""
     with mounted(tmp_path / "disk", 32 << 10) as disk:
         yield disk
 
 
 def test_a_disk_that_is_full(spec: Path, small_disk: Path) -> None:
-    """The disk is a real small one if this user may mount it. Otherwise a limit on file sizes replaces it."""
+    """If this user may mount a small disk, this disk is really full. Otherwise a limit on file sizes makes
+    the writes fail."""
     name = accepted_run(spec)
     (small_disk / "ballast").write_bytes(b"x" * 28_000 if os.path.ismount(small_disk) else b"")
     limit = "" if os.path.ismount(small_disk) else "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
@@ -233,9 +235,9 @@ cli.main()
     assert "toy.report.json" not in left and not [n for n in left if n.endswith(".tmp")]
 
 
-# This program accepts a run again and again. Each acceptance runs in a process that is killed one file system
-# step later than the last. After each kill another process looks at the kernel, and the program prints what
-# is there.
+# This program accepts a run again and again, each time in a new process. Each process is killed one file
+# system operation later than the process before. After each kill another process reads the kernel, and the
+# program prints the files that are there.
 KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
@@ -293,17 +295,18 @@ def test_an_acceptance_killed_at_each_step_is_none_or_is_ended_by_the_next_look(
     assert [f["status"] for f in found] == [-signal.SIGKILL] * (len(found) - 1) + [0] and len(found) > 30
     assert not any(f["looked"] or f["folders"] for f in found)
     evidence = "toy.report.json"
-    for left in (f["left"] for f in found):  # before the next look, a report has only its own files beside it
+    # Even right after a kill, a report has only its own files beside it.
+    for left in (f["left"] for f in found):
         assert evidence not in left or {n: left.get(n) for n in NAMES} in (old, new)
     ends = [f["then"] for f in found]
     decided = ends.index(new)
     assert ends == [old] * decided + [new] * (len(ends) - decided)
-    assert any(f["left"] != f["then"] == new for f in found)  # the look completed at least one acceptance
+    assert any(f["left"] != f["then"] == new for f in found)  # a read completed at least one acceptance
 
 
 def test_an_acceptance_that_was_cut_off_is_ended_by_the_next(spec: Path, tmp_path: Path) -> None:
-    """The folder left behind holds the kernel of an earlier run. The next read completes that acceptance.
-    Afterwards another run's kernel can be accepted."""
+    """An acceptance that was cut off has left a folder with the kernel of an earlier run. The next read
+    completes this acceptance. Afterwards another run's kernel can be accepted."""
     kernels = tmp_path / "kernels"
     put(accepted_run(spec, TWICE), tmp_path / "staged")
     names = [n for n in NAMES if n != "toy.report.json"] + ["toy.report.json"]
@@ -330,8 +333,8 @@ def test_the_tables_are_of_the_kernel_whose_acceptance_was_cut_off(spec: Path, t
 
 
 def cut_off(kernels: Path) -> Path:
-    """Make the kernel in ``kernels`` look as if its acceptance was cut off after the decision: three files
-    are not in their places yet. Return the folder that holds these files."""
+    """Make the kernel in ``kernels`` look as if its acceptance was cut off after all files were written, but
+    before three of them were in their places. Return the folder that holds these three files."""
     names, whole = ["toy.py", "toy.program.json", "toy.report.json"], kernels / ".toy.report.json.whole"
     whole.mkdir()
     for number, file in enumerate(names):
@@ -373,8 +376,8 @@ for outcome, journal in itertools.cycle(found):
 
 
 def test_a_kernel_is_read_whole_while_others_accept(spec: Path, tmp_path: Path) -> None:
-    """While another process accepts two kernels in turn, a reader finds all files, and all from one
-    acceptance."""
+    """While another process accepts two kernels in turn, a reader always finds all files, and all files come
+    from the same acceptance."""
     first, second = accepted_run(spec), accepted_run(spec, TWICE)
     put(first, tmp_path)
     loaded = load(spec, check=False)

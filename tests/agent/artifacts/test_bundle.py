@@ -106,7 +106,7 @@ class Gpu:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the numbers of the closed workers. The product starts one worker ahead for each entry of a
+    """Return the numbers of the closed workers. The product starts one worker in advance for each entry of a
     bundle."""
     closed: list[int] = []
     started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
@@ -392,8 +392,8 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
 def test_what_is_done_of_a_bundle_can_be_taken_home(
     packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
-    """The worker of the next entry does its imports while an entry is measured. No worker is left, even after
-    an error."""
+    """While one entry is measured, the worker of the next entry already does its imports. No worker is left,
+    even after an error."""
     name, path = packed
     bundle.pack([name, make_run(spec, TWICE)], path)
     gpu.cut_at = 2
@@ -450,7 +450,7 @@ def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: G
 
 
 def test_what_was_kept_stands_for_no_other_sizes(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
-    """The program and its lowered text stay the same, but a case of the same name has another size."""
+    """The program and its lowered text stay the same, but a case has another size under an unchanged name."""
     _, path = packed
     cut_off(path, gpu)
     spec.write_text(spec.read_text().replace("M: 2048", "M: 8192"))
@@ -480,7 +480,7 @@ def test_a_cases_name_is_no_path(tmp_path: Path, gpu: Gpu) -> None:
     assert gpu.cases == ["large", "../../8/16", "ragged"]
 
 
-# A bundle contains the schedules that won before, so that tuning times only these.
+# The schedules that won an earlier measurement are in the bundle, so tuning times only these schedules.
 
 
 @pytest.fixture
@@ -584,7 +584,7 @@ def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: G
     edit(results, lambda data: data["results"][0].update(run=name))
     with pytest.raises(InvalidInput, match=f"run {name}, attempt 1: the measurement is of a different"):
         bundle.take(results)
-    # Another kernel's figures are refused even with the identity of this run's kernel.
+    # The figures of another kernel are refused even if they carry the identity of this run's kernel.
     identity = json.loads(path.read_text())["entries"][0]["identity"]
     edit(results, lambda data: data["results"][0].update(identity=identity))
     with pytest.raises(InvalidInput, match="the measurement is of a different kernel"):

@@ -138,7 +138,7 @@ def test_a_kernel_that_cannot_be_read(command: Command, spec: Path, tmp_path: Pa
         assert done.status == 2 and words in done.err and "Traceback" not in done.err
 
 
-# what this machine lacks: status 3
+# something that this machine lacks: status 3
 def test_no_gpu(command: Command, spec: Path, kernel: Callable[[str], Path], tmp_path: Path) -> None:
     for arguments in (
         ("generate", spec, "--provider", "handoff", "--gpu"),

@@ -1,5 +1,5 @@
-"""The command line: authoring. Some tests run in this process with a ready answer. Others use real processes,
-which are stopped, interrupted and resumed."""
+"""The command line: authoring. Some tests run in this process with an answer that exists from the start.
+Other tests stop, interrupt and resume real processes."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_a_command_reads_its_spec_and_makes_its_provider_once(
 
 
 def test_resume_takes_what_may_be_more(command: Command, spec: Path, tmp_path: Path) -> None:
-    """The run begins with one attempt. Options of ``resume`` replace the limits in the run's header for one
-    command."""
+    """The run begins with a limit of one attempt. For one command, options of ``resume`` replace the limits
+    in the run's header."""
     directory = answered(tmp_path / "handoff", "no code")
     options = ("--provider", "handoff", "--directory", directory, "--attempts", 1)
     assert command("generate", spec, *options, "--no-gpu").status == 1
@@ -234,8 +234,8 @@ def test_a_handoff_is_stopped_interrupted_and_resumed(spec: Path, tmp_path: Path
 
 # a real process, and a real compile
 def test_status_0_a_recorded_run_is_authored_again(command: Command, tmp_path: Path) -> None:
-    """Without a key or a GPU, a visitor first sees this: replay, all gates that need no GPU, and a real
-    compile."""
+    """A visitor without a key or a GPU sees this first: a replayed run, all gates that need no GPU, and a
+    real compile."""
     path = SPECS / "gemm_rmsnorm_swiglu.yaml"
     done = of_process(coda_agent("generate", path, "--json"))
     assert done.status == 0, done.err
@@ -246,7 +246,7 @@ def test_status_0_a_recorded_run_is_authored_again(command: Command, tmp_path: P
     assert all(k["hgmma"] > 0 and 0 < k["registers"] <= 255 for k in kernels)
     (name,) = runs.names()
     assert f"run {name}, provider replay" in done.err and "Traceback" not in done.err
-    # From here, the compiler's report is reused, and the commands run in this process.
+    # The commands from here on run in this process and reuse the compiler's report.
     assert REPORT.validate_json(command("review", name, "--json").out) == report
     assert command("bundle", name, "-o", tmp_path / "b.json").status == 0
     source = tmp_path / "gemm_rmsnorm_swiglu.py"
@@ -264,7 +264,7 @@ def test_status_0_a_recorded_run_is_authored_again(command: Command, tmp_path: P
 def test_a_key_is_in_nothing_that_a_run_leaves(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real SDK asks a server that repeats the key in its errors."""
+    """The real SDK sends requests to a server that repeats the key in its errors."""
     key = "sk-ant-secret-0123456789"
     monkeypatch.setenv("ANTHROPIC_API_KEY", key)
     passing, final = (

@@ -87,8 +87,8 @@ def test_a_spec_with_its_kernel_is_derived_and_judged(command: Command, tmp_path
 
 @pytest.mark.slow
 def test_packed_queries_keys_and_values_are_judged(command: Command, tmp_path: Path) -> None:
-    """The gradients of q, k and v arrive side by side and are read side by side. So sum(dz * z) needs no
-    third matmul."""
+    """The backward reads the gradients of q, k and v as one matrix, in which they lie side by side. So sum(dz
+    * z) needs no third matmul."""
     name = "gemm_rmsnorm_qkv_rope"
     (path,) = (ROOT / "tests" / "honest" / name).glob("*.py")
     spec = ROOT / "specs" / f"{name}.yaml"

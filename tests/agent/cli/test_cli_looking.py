@@ -91,7 +91,8 @@ def test_what_is_accepted_is_what_was_shown(
 
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("typer.confirm", confirm)
-    monkeypatch.setattr("coda_agent.agent.artifacts.accept.accept", None)  # it writes into the checkout
+    # the real function would write into the checkout
+    monkeypatch.setattr("coda_agent.agent.artifacts.accept.accept", None)
     done = command("review", name)
     again = f"run {name} changed while you read it; review it again: coda-agent review {name}"
     assert done.status == 1 and again in done.err

@@ -1,4 +1,4 @@
-"""The command line: short names work, and a wrong name gets one message that states the right one."""
+"""The command line: short names work, and a wrong name gets one message that suggests the right name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Interrupted(io.TextIOBase):
 
 @pytest.fixture
 def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder with a spec and its accepted kernel the working directory; return the folder."""
+    """Change the working directory to a folder with a spec and its accepted kernel; return this folder."""
     run = runs.reopen(make_run(spec))
     for folder in ("generated_kernels", "specs"):
         (tmp_path / folder).mkdir()
@@ -43,7 +43,7 @@ def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wrong(done: Done, *words: str) -> None:
-    """Check that the command ended as wrong usage, and that its message contains ``words``."""
+    """Check that the command reports wrong usage, and that its message contains ``words``."""
     said = " ".join(done.err.split())
     assert done.status == 2 and "Traceback" not in said and ".tmp" not in said, done
     for word in words:
@@ -70,7 +70,7 @@ def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None)
     wrong(done := command("generate", "toys"), "specs/toys.yaml: no such file; did you mean specs/toy.yaml?")
     assert done.err.endswith("toy.yaml?\n")  # the list of all specs would hide the suggestion
     (place / "toy").write_text("- no mapping")
-    wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file takes precedence
+    wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # the file toy takes precedence
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -173,7 +173,7 @@ def test_accept_names_the_run_that_was_given(command: Command, spec: Path) -> No
 
 @pytest.fixture
 def mended(spec: Path, tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of a run that fixed two failures. Its author proposed a tip about a different
+    """Return the name of a run that fixed two failures. The run's author proposed a tip about a different
     failure."""
     monkeypatch.setattr(tips, "TIPS", tmp_path / "tips.md")
     run = runs.start(spec, HEADER | {"provider": "handoff", "author": "Ada"})

@@ -1,5 +1,5 @@
-"""Options that would do nothing beside other options or with a provider: the command refuses them by name and
-says what to do."""
+"""Options that would do nothing because of other options or because of the provider: the command refuses
+these options by name and states a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
 @pytest.fixture
 def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder with a spec and a kernel for it the working directory; return the folder."""
+    """Change the working directory to a folder with a spec and a kernel for this spec; return this folder."""
     (tmp_path / "specs").mkdir()
     shutil.move(spec, tmp_path / "specs" / "toy.yaml")
     (tmp_path / "toy.py").write_text(TOY_KERNEL)
@@ -30,8 +30,8 @@ def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unused(command: Command, *words: object, of: str, why: str) -> None:
-    """Check that the command ended as wrong usage and began no run. Its message names the options ``of`` and
-    states why they would do nothing."""
+    """Check that the command reports wrong usage and begins no run. The message has to name the options
+    ``of`` and to state why these options would do nothing."""
     before = runs.names()
     done = command(*words)
     said = " ".join(done.err.split())

@@ -85,7 +85,7 @@ def test_a_damaged_run_says_where(spec: Path, damage: str) -> None:
     name, good = accepted_run(spec), make_run(spec)
     act, place = DAMAGE[damage]
     act(name)
-    if damage != "program":  # only the spec shows that a program is damaged
+    if damage != "program":  # a damaged program shows only with its spec
         with pytest.raises(DamagedError) as error:
             record.glance(runs.folder(name) / runs.JOURNAL)
         assert name in str(error.value) and place in str(error.value)

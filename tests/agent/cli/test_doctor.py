@@ -1,4 +1,5 @@
-"""The command ``doctor``: its findings on machines that have or lack what kernels need."""
+"""The command ``doctor``: its findings on machines that meet the requirements of kernels, and on machines
+that do not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ten thousand damaged inputs of all kinds: no traceback, and only exit statuses that the README lists.
 
-Every fourth input is tried; with --thorough all are. An input depends only on its kind and number. The source
-of a kernel either runs in the jail or is only read.
+Every fourth input is tried; with --thorough, every input is tried. An input depends only on its kind and
+number. The source of a kernel either runs in the jail or is only read.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ STATUSES = {
     exit_codes.UNFINISHED,
     exit_codes.INTERRUPTED,
 }
-Try = Callable[[Damage], object]  # damages one input and has it read
+Try = Callable[[Damage], object]  # damages one input and has the product read it
 
 pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "no_keys"), pytest.mark.slow]
 
@@ -119,8 +119,8 @@ def test_no_traceback(
 
 
 def ended(act: Callable[[], object]) -> int:
-    """Return the exit status with which the command would end. Raise an error that it would show as a
-    traceback."""
+    """Return the exit status with which the command would end. Raise any error that the command would show as
+    a traceback."""
     try:
         found = act()
     except typer.BadParameter:
@@ -132,7 +132,8 @@ def ended(act: Callable[[], object]) -> int:
     return found if type(found) is int else exit_codes.OK
 
 
-# One function for each kind of input: it returns a function that damages one input and has it read.
+# Each of the following functions handles one kind of input. It returns a function that damages one input and
+# has the product read this input.
 
 
 def specs(place: Path, request: pytest.FixtureRequest) -> Try:
@@ -157,7 +158,7 @@ def programs(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def sources(place: Path, request: pytest.FixtureRequest) -> Try:
-    # Rename the functions: under their own names these are candidates, which only the jail may compile.
+    # Rename the functions. Under their own names they count as candidates, which only the jail may compile.
     sound = [source.replace("def ", "def fuzzed_") for source in HONEST.values()]
 
     def attempt(damage: Damage) -> None:
@@ -247,8 +248,8 @@ def journals(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def made_journals(place: Path) -> tuple[list[str], Callable[[Damage], str]]:
-    """Return the names of two runs, and a function. The function damages one run, restores the other, and
-    returns the name of the damaged run."""
+    """Return the names of two runs, and a function that restores both runs, damages one of them, and returns
+    the name of the damaged run."""
     toy = write_toy(place)
     names = [make_run(toy, found=slow(load(toy, check=False))), accepted_run(toy)]
     for name in names:
@@ -343,8 +344,8 @@ def answers(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def arguments(place: Path, request: pytest.FixtureRequest) -> Try:
-    """Damage the text arguments that a client may send, as the SDK passes them on. Other tests cover the
-    verification of a source, so it is replaced."""
+    """Damage the text arguments that an MCP client may send, in the form in which the SDK passes them on. A
+    fake replaces the verification of a source, because other tests cover this verification."""
     monkeypatch = request.getfixturevalue("monkeypatch")
     (place / "specs").mkdir()
     toy = write_toy(place / "specs")

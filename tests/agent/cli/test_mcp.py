@@ -61,7 +61,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_home: Path) -> Path:
-    """Make a folder with specs the server's working directory, and hide every GPU; return the folder."""
+    """Change the working directory to a folder with specs, and hide every GPU; return this folder."""
     (tmp_path / "specs").mkdir()
     write_toy(tmp_path / "specs")
     monkeypatch.chdir(tmp_path)
@@ -72,7 +72,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_home: Path) -> P
 
 @pytest.fixture
 def here(place: Path, no_compiler: None) -> Client:
-    """Return a client of a server in this process. A run of this server has two attempts."""
+    """Return a client of a server in this process. The server allows two attempts for each run."""
     return Client(server(attempts=2), client_info=ADA)
 
 
@@ -131,7 +131,7 @@ class Story:
     failed: str
     busy: str
     passed: str
-    reports: dict[str, dict[str, Any]]  # after the prompt, the failure and the success
+    reports: dict[str, dict[str, Any]]  # the run's report after the prompt, the failure and the success
     gates: list[str]
     strange: list[Exception]  # lines on stdout that are not part of the protocol
 
@@ -155,8 +155,8 @@ async def lived(place: Path) -> Story:
     async def watch(progress: float, total: float | None, message: str | None) -> None:
         gates.append(message or "")
 
-    # "legacy": the client begins with initialize, as most do; clients of a server in this process use the
-    # newer protocol
+    # In mode "legacy" the client begins with the request ``initialize``, as most clients do. Clients of a
+    # server in this process use the newer protocol.
     async with Client(command, mode="legacy", client_info=ADA, message_handler=listen) as client:
         listed = (await client.list_tools()).tools
         specs = (await told(client, "list_specs"))["specs"]
@@ -190,7 +190,7 @@ def whole_story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 @pytest.fixture
 def story(whole_story: Story, monkeypatch: pytest.MonkeyPatch) -> Story:
-    """The recorded session. The folder with its run becomes the folder of runs."""
+    """Make the folder with the session's run the folder of runs; return the recorded session."""
     monkeypatch.setenv("CODA_AGENT_RUNS", str(whole_story.place / "runs"))
     return whole_story
 
@@ -322,7 +322,7 @@ async def test_tips_await_a_person(here: Client, place: Path) -> None:
         long = LESSON | {"fix": "x" * (tools.LONGEST + 1)}
         assert f"{tools.LONGEST} at most" in await said(client, "propose_tip", run=name, **long)
         await said(client, "verify", run=name, source=TOY_KERNEL)
-        again = LESSON | {"lesson": "Name both operands of gemm."}  # learned after the kernel passed
+        again = LESSON | {"lesson": "Name both operands of gemm."}  # proposed after the kernel passed
         assert "a person will look at it" in await said(client, "propose_tip", run=name, **again)
     assert keys(name) == ["prompt", "draft/1.1", "tip/1.2", "answer/1", "report/1", "tip/2.1"]
     assert [told.lesson for told in learned(name).told] == [LESSON["lesson"], again["lesson"]]
@@ -357,7 +357,7 @@ async def test_after_a_kernel_that_passed_nothing_is_taken(here: Client) -> None
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Return a function that makes its argument the measurer of this machine."""
+    """Return a function that installs its argument as this machine's measurer."""
 
     def be(measure: Callable[..., Any]) -> None:
         monkeypatch.setattr(setup, "measurer", lambda *_: measure)

@@ -1,5 +1,5 @@
-"""The GPUs of a sweep or a bundle: measurements that begin again, GPUs that leave, and a key that stays with
-the driver.
+"""The GPUs of a sweep or a bundle: measurements that begin again, GPUs that leave, and a key that only the
+driver has.
 
 Slots run in this process. Checks are real except for the compiler; the figures of a GPU are made up.
 """
@@ -55,7 +55,8 @@ class Gpus:
 
     def _act(self, slot: FakeSlot) -> Any:
         def act(task: Task, argument: dict[str, Any], progress: Progress) -> dict[str, Any]:
-            if task is objects.sharing:  # the GPUs are on two different nodes
+            # If a fleet has several nodes, tasks are wrapped in ``sharing``, which also transfers objects.
+            if task is objects.sharing:
                 return {"answer": act(argument["task"], argument["argument"], progress), "made": []}
             assert task is pieces.measure
             progress(STAGE, json.dumps(["numerics", {"seconds": 1.0}]))

@@ -58,7 +58,8 @@ class Fleet:
         self.pool = Pool(self.executor, lambda kind, told: self.events.append((kind, told)))
 
     def add(self, name: str, cores: int = 1, gpus: int = 0, **environment: str) -> Any:
-        """Add a node whose processes know its name; it has one core unless ``cores`` says otherwise."""
+        """Add a node with ``cores`` cores. Its processes find the node's name in the environment variable
+        TEST_NODE."""
         known = {"TEST_NODE": name, "CODA_AGENT_CACHE": str(self.directory / name)} | environment
         known = {"QUACK_CACHE_DIR": str(self.directory / name / "quack")} | known
         return self.cluster.add_node(
@@ -97,7 +98,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     before = os.environ.get("PYTHONPATH", "")
-    os.environ["CODA_AGENT_VERSION"] = "as tested"  # edits of the project during the test do no harm
+    os.environ["CODA_AGENT_VERSION"] = "as tested"  # fixed, so that edits during the test do no harm
     os.environ["PYTHONPATH"] = os.pathsep.join([before, str(SUPPORT)])
     os.environ["ANTHROPIC_API_KEY"] = (
         "sk-ant-fake-of-the-cluster"  # as if somebody had started the raylet with a key
@@ -190,7 +191,7 @@ def test_a_removed_node_costs_the_pieces_on_it(fleet: Fleet, tmp_path: Path) -> 
 
 def test_an_answer_that_is_lost_with_its_node_is_computed_again(fleet: Fleet) -> None:
     slot = fleet.slot("c")
-    stream = slot.begin(fleet_tasks.large, 5 << 20, PATIENCE)  # too large to travel inside a message
+    stream = slot.begin(fleet_tasks.large, 5 << 20, PATIENCE)  # the answer is too large for a message
     time.sleep(10)
     fleet.lose("c")
     with pytest.raises(SlotLost):
@@ -254,7 +255,8 @@ def test_a_lost_head_is_said_within_seconds(fleet: Fleet, monkeypatch: pytest.Mo
 
 
 def test_auto_ignores_the_address_of_a_dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray records the address of its last cluster, and would try this address for minutes."""
+    """Ray records the address of its last cluster. Without a check, Ray would try a dead address for
+    minutes."""
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -29,7 +29,7 @@ def settle(ledger: BudgetLedger, usage: Usage) -> None:
 
 def test_thirty_requests_under_way_fit_the_budget_together(tmp_path: Path) -> None:
     """Each request reserves 11,000 tokens and uses 3,000, so the budget of 100,000 has room for 9 requests at
-    once. Settled requests make room, so that all 30 requests fit in the end."""
+    once. Each settled request frees tokens, so all 30 requests fit in the end."""
     purse, limits = Purse(), RunLimits(tokens=100_000)
     ledgers = [ledger(tmp_path, n, purse, limits) for n in range(30)]
     most, refused, paid = 0, [], []

@@ -27,7 +27,7 @@ def toy(runs_home: Path, tmp_path: Path) -> Path:
 
 
 def sweeping(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process that has a key; return the finished process."""
+    """Run the command in a process that has an API key; return the finished process."""
     line = [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)]
     return subprocess.run(line, env=with_key(), capture_output=True, text=True, timeout=280)
 

@@ -1,5 +1,6 @@
-"""Sweeps on a real Ray cluster. A second driver is refused; the first driver and then the cluster's head are
-killed. A provider refuses every request. Fifteen requests reach the budget. No request is paid for twice."""
+"""Sweeps on a real Ray cluster, with these faults: a second driver, a killed driver, a killed head of the
+cluster, and a provider that refuses every request. In one sweep, fifteen requests reach the budget. No
+request is paid for twice."""
 
 from __future__ import annotations
 
@@ -47,16 +48,16 @@ def cluster(cores: int) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Any]:
-    """One cluster for all sweeps that lose no node."""
+    """Return one cluster for all sweeps in which no node is lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CODA_AGENT_VERSION", "as tested")  # edits of the project during the test do no harm
+        patch.setenv("CODA_AGENT_VERSION", "as tested")  # fixed, so that edits during the test do no harm
         with cluster(1) as made:
             yield made
 
 
 @contextmanager
 def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Start the command in a process that alone has the key; kill the process at the end."""
+    """Start the command in a process, and kill this process at the end. Only this process has the key."""
     line = [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "ANTHROPIC_API_KEY": KEY}
     with subprocess.Popen(
@@ -71,7 +72,7 @@ def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # edits of the project during the test do no harm
+    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # fixed, so that edits during the test do no harm
     toy, said = write_toy(tmp_path), ""
     logs = []
     with FakeMessages(*[answer(fenced(TOY_KERNEL))] * 9) as api:
@@ -126,8 +127,8 @@ def test_a_provider_that_refuses_everyone_costs_nothing(
 def test_a_budget_that_fifteen_requests_under_way_reach(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: Any
 ) -> None:
-    """The budget has room for 15 requests at once. They use less than they reserve, which makes room for two
-    more requests, and then for another. A larger budget lets every run end."""
+    """The budget has room for 15 requests at once. These requests use less than they reserve, so two more
+    requests fit, and then one more. With a larger budget, every run ends."""
     monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")
     runs_at_once, more, most = 15, 3, 1024
     together = threading.Barrier(runs_at_once, timeout=PATIENCE)

@@ -1,5 +1,5 @@
-"""The CuTeDSL pack is small enough, names only what the installed packages have, and has examples that
-compile for sm_90a."""
+"""The CuTeDSL pack is small enough, names only things that exist in the installed packages, and has examples
+that compile for sm_90a."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ INVENTED = ["cute.arch.no_such_thing", "primitives.device.no_such_module"]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the names that are ``missing``, the SASS of the ``step`` and the ``finish`` as the examples edit
-    them, and the SASS of the toy's ``early`` finishing kernel."""
+    """Return the missing names (``missing``), the SASS of the kernels that the examples edit (``step`` and
+    ``finish``), and the SASS of the toy's early finishing kernel (``early``)."""
     scratch = tmp_path_factory.mktemp("pack")
     environment = os.environ | {
         "CODA_AGENT_CACHE": str(scratch),
@@ -185,7 +185,7 @@ def test_the_second_example_compiles_to_what_it_claims(compiled: dict[str, Any])
     assert order[0] == "ACQBULK" and order.count("LDG") == 4 and order[-1] == "BAR"
 
 
-# the pack contains nothing of an accepted kernel
+# the pack contains no part of an accepted kernel
 
 
 def test_it_names_no_spec() -> None:
@@ -200,8 +200,8 @@ def test_no_line_of_an_accepted_kernel_is_in_it() -> None:
 
 
 def test_no_arithmetic_of_an_accepted_kernel_is_in_it() -> None:
-    """Three operations in a row belong to a kernel if at most two kernels contain them. Single operations do
-    not count, because lowering writes them into every kernel."""
+    """The pack must not contain three consecutive operations that occur in only one or two kernels. Single
+    operations do not count, because lowering writes them into every kernel."""
     kernels = [arithmetic(read(path)) for path in LOWERED]
     seen = Counter(three for kernel in kernels for three in kernel)
     own = {three for three, count in seen.items() if count <= 2}
@@ -219,7 +219,7 @@ def read(path: Path) -> list[str]:
 
 
 def arithmetic(lines: list[str]) -> set[tuple[str, ...]]:
-    """Return all sequences of three operations, without the numbers of nodes."""
+    """Return all sequences of three consecutive operations, without the numbers of nodes."""
     plain = [re.sub(r"\b([a-z])\d+(_\d)?\b", r"\1", line.strip()) for line in lines]
     operations = [line for line in plain if line.startswith("n = ")]
     return set(zip(operations, operations[1:], operations[2:], strict=False))

@@ -1,4 +1,4 @@
-"""The prompt pack contains the whole vocabulary, and nothing that derives from the spec of the prompt."""
+"""The prompt pack contains the whole vocabulary, and no kernel, example or tip of the prompt's own spec."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def tip(number: int, spec: str) -> Tip:
 
 
 def statements(source: str) -> set[str]:
-    """Return the lines that show how a kernel works: they contain a call or an operator and are long enough.
-    A bare product of two inputs is left out, because every spec contains its own product."""
+    """Return the lines that reveal a kernel: lines with a call, an operator or a comparison, and with more
+    than 12 characters besides spaces. A bare product of two inputs does not count, because every spec
+    contains its own product."""
     lines = source.splitlines()
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -70,7 +71,7 @@ def test_no_line_of_an_answer_is_in_the_prompt(name: str) -> None:
     spec = (SPECS / f"{name}.yaml").read_text(encoding="utf-8").strip()
     whole = str(prompt_of(name))
     assert whole.count(spec) == 1
-    rest = whole.replace(spec, "")  # the reference may contain lines of a kernel
+    rest = whole.replace(spec, "")  # the spec's reference may contain lines of a kernel
     sources = own_sources(name)
     assert sources
     for source in sources:
@@ -93,7 +94,7 @@ def test_no_line_of_a_recorded_answer_was_in_the_prompt_it_answered(name: str) -
 
 
 def test_an_answer_in_the_prompt_would_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The comparison above detects an example that belongs to the spec itself."""
+    """If an example contained a kernel for the prompt's own spec, the comparison above would notice."""
     (tmp_path / "leak.yaml").write_text("inputs:\n  x: {shape: [M, K]}\ncases: []\n")
     (tmp_path / "leak.py").write_text(HONEST["gemm_swiglu_bwd"])
     monkeypatch.setattr(prompt, "EXAMPLES", tmp_path)
@@ -185,7 +186,7 @@ def test_tips_that_helped_least_leave_where_the_budget_ends(length: int) -> None
     assert len(systems) == 1  # all prompts drop the same tips
     (system,) = systems
     shown = lessons(system)
-    assert shown == [0, *range(2001 - len(shown) + 1, 2001)]  # of the unmeasured tips, the oldest are dropped
+    assert shown == [0, *range(2001 - len(shown) + 1, 2001)]  # the oldest unmeasured tips are dropped
     sizes = [tokens(str(prompt)) for prompt in prompts]
     assert BUDGET - 3_000 < max(sizes) <= BUDGET
 
@@ -247,7 +248,7 @@ def test_feedback_without_a_line() -> None:
     assert "Gates passed before: none." in words and "line None" not in words
 
 
-# examples teach what the gates accept
+# every example passes the gates
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -1,4 +1,4 @@
-"""The anthropic provider: its requests, its answers, and that the key appears in no result."""
+"""The anthropic provider: its requests, its answers, and no API key in any result."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_blank_text_before_a_call_is_not_kept() -> None:
 
 
 def test_blank_text_that_was_kept_is_not_sent() -> None:
-    """An older version kept blank text, and its journals can still be resumed."""
+    """Journals of an older version contain blank text, and their runs can still be resumed."""
     call = {"type": "tool_use", "id": "toolu_1", "name": "check", "input": {"source": "a = 1"}}
     old = Message("assistant", " \n", ({"type": "text", "text": " \n"}, call))
     with FakeMessages(fake.answer("done")) as server:
@@ -159,7 +159,8 @@ def test_the_key_is_in_no_error() -> None:
 
 
 def test_the_key_is_in_no_turn(tmp_path: Path) -> None:
-    """The journal records a turn, and whatever is streamed may be logged."""
+    """The key must not be in the turn, which the journal records, nor in the streamed text, which may be
+    logged."""
     use = fake.uses(("check", {"source": [f"key = '{KEY}'"], KEY: 1}), text=f"it is {KEY}!", thinking=KEY)
     result, _, streamed = ask(use)
     assert isinstance(result, Turn)

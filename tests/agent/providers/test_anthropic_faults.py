@@ -20,7 +20,7 @@ from coda_agent.agent.run.journal import Journal
 pytestmark = [pytest.mark.usefixtures("no_keys"), pytest.mark.slow]
 
 
-# Temporary faults, each with whether it leaves a charge of unknown size.
+# Temporary faults. Each flag states whether the fault leaves a charge of unknown size.
 PASSING = {
     "429": (fake.status(429, "rate_limit_error", retry_after="3600"), False),
     "429, date": (fake.status(429, "rate_limit_error", retry_after="Fri, 01 Jan 2100 00:00:00 GMT"), False),
@@ -42,7 +42,7 @@ def test_a_fault_that_passes_is_tried_again(name: str) -> None:
     purse = Purse()
     result, server, streamed = ask(fault, fake.answer("here it is"), meter=purse)
     assert isinstance(result, Turn)
-    assert (result.text, result.usage) == ("here it is ", USAGE)  # nothing of the broken attempt
+    assert (result.text, result.usage) == ("here it is ", USAGE)  # nothing comes from the broken attempt
     assert len(server.requests) == 2
     assert "asking again" in streamed
     assert [c.settled for c in purse.charges] == [None if uncertain else Usage(), None]
@@ -54,7 +54,7 @@ def test_a_fault_that_stays_is_given_up_when_patience_is_over(name: str) -> None
     result, server, streamed = ask(*[PASSING[name][0]] * 40, patience=night.patience(total=272.0))
     assert refused(result).retryable
     assert sum(night.waits) == pytest.approx(272.0) and max(night.waits) <= 60.0
-    assert len(server.requests) == len(night.waits) + 1 >= 6  # the last is sent when patience ends
+    assert len(server.requests) == len(night.waits) + 1 >= 6  # the last request is sent when patience ends
     assert f"({len(server.requests)} requests in 5 min)" in str(result)
     assert streamed.count("asking again in") == len(night.waits)
 
@@ -84,7 +84,7 @@ def test_a_run_s_deadline_ends_patience() -> None:
     night, purse = Night(), Purse()
     faults = [fake.status(529, "overloaded_error")] * 40
     result, server, streamed = ask(*faults, meter=purse, patience=night.patience(), deadline=1100.0)
-    assert night.now == pytest.approx(1100.0)  # no earlier: the run's time ends only then
+    assert night.now == pytest.approx(1100.0)  # the provider waits until the run's time ends
     assert len(server.requests) == len(night.waits)
     assert "the run's time ended" in str(refused(result)) and "529" in str(result)
     assert "--budget-seconds" in str(result)
@@ -126,14 +126,14 @@ def test_a_run_s_deadline_ends_an_answer(hangs: Reply) -> None:
     options = {"patience": night.patience(), "timeout": 600.0}
     result, server, _ = ask(hangs, meter=purse, deadline=night.now + 0.3, **options)
     assert "the run's time ended before an answer came" in str(refused(result))
-    assert "RemoteProtocolError" not in str(result)  # the provider ended the request, not the server
+    assert "RemoteProtocolError" not in str(result)  # not the server but the provider ended the request
     assert len(server.requests) == 1
     assert [c.settled for c in purse.charges] == [None]
 
 
 @pytest.mark.parametrize("ping", [False, True])
 def test_a_slow_answer_is_whole(ping: bool) -> None:
-    """The whole answer takes longer than the timeout, but no single pause does."""
+    """The whole answer takes longer than the timeout, but each pause is shorter than the timeout."""
     result, server, streamed = ask(fake.slowly("one ", "two ", "three", pause=0.4, ping=ping), timeout=1.0)
     assert isinstance(result, Turn) and result.text == streamed == "one two three"
     assert len(server.requests) == 1
@@ -176,7 +176,7 @@ def test_each_request_is_reserved_and_its_answer_shrinks_to_fit() -> None:
     _, server, _ = ask(fake.status(529, "overloaded_error"), fake.answer("a"), meter=purse, model="claude-m")
     assert purse.asked == [("claude-m", fake.COUNTED, 32_000)] * 2
     assert [r["max_tokens"] for r in server.requests] == [2000, 2000]
-    (counted,) = server.counted  # the counted request is the one that is sent
+    (counted,) = server.counted  # the request whose tokens were counted is the one that is sent
     assert counted == {k: v for k, v in server.requests[0].items() if k not in ("max_tokens", "stream")}
 
 
@@ -191,7 +191,7 @@ def test_an_empty_answer_is_asked_for_again_and_paid(empty: Reply) -> None:
     purse = Purse()
     result, server, streamed = ask(empty, empty, fake.answer("here it is"), meter=purse)
     assert isinstance(result, Turn) and result.text == "here it is "
-    assert [c.settled for c in purse.charges] == [USAGE, USAGE, None]  # the loop settles the last one
+    assert [c.settled for c in purse.charges] == [USAGE, USAGE, None]  # the loop settles the last charge
     assert streamed.count("the answer holds no text; asking again") == 2
     result, server, _ = ask(*[empty] * 9, meter=purse)
     assert "the answer holds no text (3 requests" in str(refused(result))
@@ -234,4 +234,4 @@ def test_tokens_that_cannot_be_counted_are_overrated() -> None:
     purse = Purse()
     with FakeMessages(fake.answer("a"), count=fake.status(500, "api_error")) as server:
         claude(server).next_turn(Question("SYSTEM " * 700, ASK, meter=purse))
-    assert 2450 < purse.asked[0][1] < 3000  # too many, because a token has more than two letters
+    assert 2450 < purse.asked[0][1] < 3000  # an overestimate, because a token has more than two letters

@@ -1,8 +1,8 @@
 """The `claude` command as an author. A stand-in on the PATH replaces the command and is run in the same way.
 
-The stand-in prints copies of what Claude Code 2.1.330 printed on 2026-11-22 (`claude_says.py`). The account
-is the last of these lines; it states the result and the cost. No copies are the cases in which the command
-dies, fails while it executes, or prints no account.
+The stand-in prints copies of the lines that Claude Code 2.1.330 printed on 2026-11-22 (`claude_says.py`). The
+last line is the account, which states the result and the cost. Where the command dies, fails while it
+executes, or prints no account, the output is made up.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from coda_agent.agent.run.tools import TOOLS, submission
 
 pytestmark = pytest.mark.slow
 
-# The stand-in records what it was started with, and carries out its first plan. It removes this plan from its
-# list unless the plan is the last.
+# The stand-in records how it was started, and carries out the first plan of its list. It then removes this
+# plan from the list, unless no other plan is left.
 STAND_IN = f"""#!{sys.executable}
 import json, os, subprocess, sys, time
 here = os.path.dirname(os.path.abspath(__file__))
@@ -104,7 +104,8 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def _planned(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan that prints the account ``result``, after an answer unless the account is an error."""
+    """Return a plan that prints the account ``result``. If the account is no error, the plan prints an answer
+    first. A ``result`` without a subtype is a plan already, and is returned unchanged."""
     if "subtype" not in result:
         return result
     return printed(*([] if result["is_error"] else response(result["result"])), result)
@@ -124,7 +125,8 @@ def test_an_answer_with_its_model_and_tokens(plan: Plan) -> None:
 
 
 def test_an_answer_is_all_its_blocks(plan: Plan) -> None:
-    """If thinking came between the blocks, the command's account contains only the last block."""
+    """If thinking came between blocks of text, the command's account contains only the last block. The turn
+    still contains all blocks."""
     plan(printed(*response("first \u2028", "second"), RESULT | {"result": "second"}))
     assert make("claude-code").next_turn(Question("S", TASK)).text == "first \u2028second"
     empty = goes_on("[Your previous response had no visible output. Please continue.]")
@@ -138,7 +140,7 @@ def test_it_gets_the_conversation_and_nothing_else(plan: Plan, monkeypatch: pyte
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-secret")
     monkeypatch.setenv("CLAUDE_CODE_MAX_RETRIES", "20")
     here = plan(RESULT)
-    system = "the prefix " * 30_000  # longer than an argument may be
+    system = "the prefix " * 30_000  # longer than a command-line argument may be
     talk = [*TASK, Message("assistant", "my draft"), Message("user", "rejected: why")]
     make("claude-code", model="opus").next_turn(Question(system, talk))
     found = kept(here)
@@ -210,7 +212,8 @@ def test_no_answer_says_why(plan: Plan, answer: dict[str, Any], words: str, retr
 
 
 def quick(waits: list[float]) -> Patience:
-    """Return the usual patience, which appends its waiting times to ``waits`` instead of waiting."""
+    """Return the default patience, except that it appends its waiting times to ``waits`` and does not
+    wait."""
     return Patience(sleep=waits.append)
 
 
@@ -223,7 +226,7 @@ def test_an_outage_is_outlived(plan: Plan, ledger: BudgetLedger) -> None:
     assert turn.text == "Here it is. " and len(waits) == 4 and json.loads((here / "plan.json").read_text())
     assert 0.75 <= waits[0] <= 1 and waits == sorted(waits)  # each wait is about twice as long as the last
     assert "claude ended with status 1: API Error: Connection to the API was lost" in "".join(heard)
-    told = ledger.spent()  # two requests have an unknown cost, two were refused, the loop settles the last
+    told = ledger.spent()  # two requests have an unknown cost, two cost nothing, the loop settles the last
     assert told.uncertain_tokens == (2 + 1) * (tokens("S") + tokens(TASK[0].text) + 32_000)
     assert told.tokens == told.uncertain_tokens and told.dollars == 0
 
@@ -247,7 +250,7 @@ def test_requests_that_cost_nothing_are_made_for_as_long_as_patience_lasts(
     assert make("claude-code", patience=quick([])).next_turn(Question("S", TASK)).text == "Here it is. "
 
 
-# tools, which this author uses in its text
+# tools: this author writes its tool calls into its text
 
 
 def used(plan: Plan, text: str) -> tuple[ToolCall, ...]:
@@ -401,8 +404,8 @@ def _runs(process: int) -> bool:
     return state != "Z"
 
 
-# Beside its answer, this stand-in starts a process in another session, which keeps writing into the TMPDIR of
-# the stand-in.
+# This stand-in answers, and also starts a process in another session. That process keeps writing into the
+# TMPDIR of the stand-in.
 LITTERING = f"""#!{sys.executable}
 import os, subprocess, sys
 here = os.path.dirname(os.path.abspath(__file__))
@@ -433,7 +436,8 @@ def test_an_answer_is_not_lost_to_what_the_command_leaves_behind(
 def test_a_disk_that_fills_up_meanwhile_loses_no_answer(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If this user may mount a small disk, the command fills this disk, which holds its scratch folder."""
+    """The command fills the disk that holds its scratch folder, if this user may mount a small disk for the
+    folder."""
     with mounted(tmp_path / "disk", 1 << 20) as disk:
         monkeypatch.setattr(tempfile, "tempdir", str(disk))
         plan(_planned(RESULT) | {"fills": os.path.ismount(disk)})

@@ -137,7 +137,8 @@ def test_handoff_waits_for_more_than_an_end(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["I say <!-- end -->", "a = 1<!-- end -->\n", "<!-- end --> and more"])
 def test_handoff_s_end_is_a_line_of_its_own(tmp_path: Path, text: str) -> None:
-    """Elsewhere in a line, END is text, and the answer has to stand still before it is taken."""
+    """END counts only on a line of its own. Elsewhere it is text, and the answer file has to stay unchanged
+    for a while before the provider takes the answer."""
     (tmp_path / "answer-1.md").write_text(text)
     with pytest.raises(ProviderError, match="looks incomplete"):
         hand(tmp_path, time_limit=0.1, settle=60.0).next_turn(Question("S", ASK))
@@ -218,7 +219,7 @@ def test_handoff_names_what_it_cannot_use(tmp_path: Path) -> None:
 
 
 def refused(directory: Path) -> str:
-    """Return the reason why the answer file is refused: at once, and without reading a link's target."""
+    """Return the provider's reason for refusing the answer file; check that the error is not retryable."""
     with pytest.raises(ProviderError) as error:
         hand(directory, time_limit=5).next_turn(Question("S", ASK))
     assert not error.value.retryable and "answer-1.md" in error.value.message
@@ -227,7 +228,7 @@ def refused(directory: Path) -> str:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_is_no_answer(tmp_path: Path, there: bool) -> None:
-    """The text of the link's target would go into the next prompt."""
+    """If the provider followed the link, the text of the link's target would go into the next prompt."""
     secret = tmp_path / "secret"
     if there:
         secret.write_text("a key\n<!-- end -->\n")
@@ -240,7 +241,7 @@ def test_a_link_that_takes_an_answers_place_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "answer-1.md").symlink_to("/etc/hostname")
-    monkeypatch.setattr(Path, "is_symlink", lambda path: False)  # as if a link came after this check
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)  # as if the link appeared after this check
     with pytest.raises(OSError) as error:
         handoff._read(tmp_path / "answer-1.md", 100)
     assert error.value.errno == errno.ELOOP
@@ -265,7 +266,8 @@ def test_an_answer_has_a_largest_size(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """The draft of a prompt is not written through a link either. Whoever answers knows both names."""
+    """The prompt's temporary file is not written through a link either. Whoever writes the answers knows both
+    file names, and could place links there."""
     mine = tmp_path / "mine"
     mine.write_text("precious")
     for name in ("prompt-1.md", f".prompt-1.md.{os.getpid()}.tmp"):

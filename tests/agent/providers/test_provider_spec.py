@@ -1,4 +1,4 @@
-"""One file adds a provider: all messages of the command about providers then include it."""
+"""One file adds a provider. Then all messages of the command about providers include this provider."""
 
 from __future__ import annotations
 

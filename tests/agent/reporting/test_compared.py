@@ -61,7 +61,8 @@ def too_slow(toy: Path) -> Rejected:
 
 
 def repaired_and_improved(toy: Path, **header: Any) -> str:
-    """Return the name of a run whose repair is accepted, and then made faster on both cases."""
+    """Return the name of a run of three attempts: the first is rejected, the second is measured, and the
+    third is faster than the second in both cases."""
     run = runs.start(toy, HEADER | header)
     program = program_of(run.spec, TOY_KERNEL)
     found = measured(run.spec, program, 1.5)
@@ -156,7 +157,8 @@ def test_a_change_that_was_not_kept_says_by_how_much(toy: Path) -> None:
     (told,) = compared.as_dict([name])["runs"]
     assert told["rounds"][1]["status"] == "rejected"
     assert told["rounds"][1]["gain"]["large"]["high"] == pytest.approx(0.988, abs=1e-3)
-    assert told["cases"]["large"]["speedup"]["estimate"] == pytest.approx(1.3)  # of the kept kernel
+    # the figure of the kept kernel
+    assert told["cases"]["large"]["speedup"]["estimate"] == pytest.approx(1.3)
 
 
 def test_a_comparison_does_not_overwrite_a_runs_page(toy: Path, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def test_the_live_view_takes_white_space() -> None:
 
 
 class Overtaken(LiveView):
-    """A view whose words are empty from the second look on, as if the loop had begun its next attempt."""
+    """A view whose words are empty after the first read, as if the loop had meanwhile begun its next
+    attempt."""
 
     looks = 0
 

@@ -171,8 +171,8 @@ def judged(report: Any, source: str, program: str | None = None) -> dict[str, An
 
 
 def worked(toy: Path) -> tuple[str, Spec, Measured]:
-    """Make a run of three attempts, the last accepted, with a draft, a void measurement and an unknown event.
-    Return its name, its spec and its measurement."""
+    """Make a run with three attempts, a draft, a void measurement and an unknown event. The last attempt is
+    accepted. Return the run's name, its spec and the measurement."""
     run = runs.start(toy, HEADER | {"author": "Ada"})
     program = program_of(run.spec, TOY_KERNEL)
     found = measured(run.spec, program)
@@ -381,7 +381,7 @@ def test_a_kernel_that_was_measured_as_slow_has_its_charts(toy: Path, out: Path)
     assert attempt.every("h2")[0].text == "Attempt 1: rejected"
     assert len(attempt.every("svg")) == len(rows)
     assert cells(attempt, "Ratios")[1][1].startswith(f"{rows[0].ratios['torch.compile'].estimate:.3f} [")
-    assert "Evidence" not in attempt.text  # it would repeat the same figures
+    assert "Evidence" not in attempt.text  # such a section would repeat these figures
 
 
 @pytest.mark.parametrize("words", [HOSTILE, ODD, "'\" onload=x ><b>", "{{7*7}} ${x} %s"])
@@ -450,8 +450,8 @@ def test_a_run_that_is_under_way_is_shown_as_it_stands(toy: Path, out: Path) -> 
 
 
 def test_an_attempt_may_take_several_turns(toy: Path, out: Path) -> None:
-    """A turn that only uses tools has an answer but no report. The number in a report's key is that of the
-    turn that it judges."""
+    """A turn that only uses tools has an answer but no report. The number in a report's key is the number of
+    the judged turn."""
     run = runs.start(toy, HEADER)
     program = program_of(run.spec, TOY_KERNEL)
     found = measured(run.spec, program)
@@ -485,7 +485,7 @@ def test_the_command_writes_a_file_and_says_where(
     pages = [(tmp_path / path).read_text(encoding="utf-8") for path in (written, "deep/er.html")]
     assert pages[0] == pages[1] and name in parsed(pages[0]).every("title")[0].text
     assert (runs_home / name / "journal.db").read_bytes() == before
-    with Journal.open(runs_home / name / "journal.db") as journal:  # other processes can open the journal
+    with Journal.open(runs_home / name / "journal.db") as journal:  # the command has released the journal
         assert len(journal.events()) == 4
 
 

@@ -50,7 +50,7 @@ def test_a_live_view_shows_what_an_author_says() -> None:
 
 
 def test_one_place_prints() -> None:
-    """No other module of the agent may print, because it could forget to call ``visible``."""
+    """In the agent, only safe_text.py prints. Another module that prints could forget to call ``visible``."""
     for path in sorted((ROOT / "agent").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -88,8 +88,8 @@ def amounts(ledger: BudgetLedger) -> tuple[float, ...]:
 
 
 def test_a_price_by_hand() -> None:
-    """Prices in dollars for a million tokens: 5 read, 25 written, 0.5 read from the cache, 6.25 written into
-    the cache."""
+    """The prices in dollars for a million tokens are 5 for input, 25 for output, 0.5 for reading the cache
+    and 6.25 for writing the cache."""
     usage = Usage(1000, 2000, 10_000, 4000)
     assert price(MODEL, usage) == pytest.approx((1000 + 0.1 * 10_000 + 1.25 * 4000) * 5e-6 + 2000 * 25e-6)
     assert price("claude-of-nowhere", usage) is None
@@ -163,8 +163,8 @@ def test_an_answer_that_tells_no_tokens_leaves_its_request_charged(journal: Jour
 
 
 def test_a_ledger_of_another_version_is_read(journal: Journal) -> None:
-    """In such a ledger, a failed turn states its usage. A measurement is charged as a whole, after its
-    pieces."""
+    """In a ledger of another version, a failed turn states its usage, and a measurement is charged as a whole
+    after its pieces."""
     failed = {"usage": {"input_tokens": 5, "output_tokens": 5}, "dollars": None}
     journal.once("settled/1.failed.1", "settled", lambda: failed)
     journal.once("piece/1.0/numerics/large", "piece", lambda: {"conditions": {}})
@@ -188,7 +188,7 @@ def test_tokens_shrink_an_answer_and_end_a_run(journal: Journal) -> None:
 def test_dollars_shrink_an_answer_at_the_dearest_price(journal: Journal) -> None:
     book = ledger(journal, dollars=0.10)
     charge = book.reserve(MODEL, 4000, 32_000)
-    assert charge.max_tokens == 3000  # 0.1 dollars: 4000 tokens at 6.25 a million, then 3000 at 25
+    assert charge.max_tokens == 3000  # 0.1 dollars pay for 4000 tokens at 6.25 a million and 3000 at 25
     with pytest.raises(OutOfBudget, match=r"0.1 of 0.1 dollars used.*--budget-dollars"):
         book.afford()
     with pytest.raises(OutOfBudget, match="no price is known for claude-of-nowhere"):
@@ -201,7 +201,7 @@ def test_equal_parts() -> None:
     assert RunLimits.from_json(RunLimits(tokens=5, seconds=1.5).to_json()) == RunLimits(tokens=5, seconds=1.5)
 
 
-# in a run
+# budgets in a run
 
 
 @pytest.fixture
@@ -294,7 +294,8 @@ def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
     begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process has the GPU for 1000 s, which are not charged. Then a measurement is killed in its
-    second piece, so only its first piece is charged. The measurement that continues adds its own pieces."""
+    second piece, so only its first piece is charged. The resumed measurement adds the time of its own
+    pieces."""
     now = [0.0]
     monkeypatch.setattr("coda_agent.agent.run.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     lock, held = FileLock(cache_dir() / "gpu.lock", thread_local=False), threading.Event()
@@ -333,8 +334,8 @@ def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
 def test_a_gpu_that_is_not_free_in_time_is_not_waited_for(
     begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A measurement that waits for the GPU until the run's time is up does not begin. The kernel stays
-    checked."""
+    """If a measurement waits for the GPU until the run's time is up, the measurement does not begin. The
+    kernel stays checked."""
     run, measurements = begin(), list[Program]()
 
     def measure(spec: Spec, kernel: KernelSource, *_: object) -> Measured:
@@ -347,7 +348,7 @@ def test_a_gpu_that_is_not_free_in_time_is_not_waited_for(
 
         def judged(*given: Any) -> dict[str, Any]:
             found = real(*given)
-            going.ledger.began -= 3600.0 - 0.3  # the run's time is nearly up when it asks for the GPU
+            going.ledger.began -= 3600.0 - 0.3  # 0.3 s are left when the run asks for the GPU
             return found
 
         monkeypatch.setattr(going, "_check", judged)
@@ -368,7 +369,7 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
     with run.journal:
         going = loop(run, Scripted([GOOD, GOOD]), measure=measure, limits=RunLimits(gpu_seconds=0.0))
         outcome = going.run()
-        assert isinstance(outcome.report, Checked) and not measurements  # awaits measurement elsewhere
+        assert isinstance(outcome.report, Checked) and not measurements  # the kernel awaits a measurement
         stopped = run.journal.events()[-1]
         assert stopped.key == "stopped/1" and "of 0 gpu seconds" in stopped.payload["reason"]
         going = loop(
@@ -402,7 +403,8 @@ def hanging_compiler(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[s
 def test_a_gate_is_cut_off_at_the_deadline(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
 ) -> None:
-    """A gate that would never end gets no verdict, and the processes that it started are gone."""
+    """A gate that would never end is cut off at the deadline. The gate gives no verdict, and its processes
+    have ended."""
     run, notes, compilers = runs.start(write_toy(tmp_path), HEADER), Notes(), list[subprocess.Popen[bytes]]()
     with run.journal, monkeypatch.context() as patch:
         if gate == "compile":

@@ -1,5 +1,5 @@
-"""Several candidates at once, in real processes. Handoff answers them; the tests stop, interrupt and kill
-them."""
+"""Several candidates at once, in real processes. Their author is the handoff provider. The tests stop,
+interrupt and kill the processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a derived spec: an author has to beat the derived program first, and an edit may start from this
+"""Runs of a derived spec: an author's kernel has to beat the derived program, and an edit may start from this
 program."""
 
 from __future__ import annotations

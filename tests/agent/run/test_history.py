@@ -1,5 +1,5 @@
-"""The state of past runs, read from their journals. The reader takes no journal from the process that has it
-open."""
+"""The state of past runs, read from their journals. Reading does not take a journal away from the process
+that has it open."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_last_attempt_counts_and_tokens_add_up(toy: Path) -> None:
     (found,) = history.past()  # while this process has the run open
     assert (found.status, found.why, found.attempts) == ("rejected", "trace/name", 2)
     assert found.usage == Usage(200, 20, 2000, 2) and found.author == "Ada via a script"
-    run.journal.once("more", "more", dict)  # the reader did not take the journal away
+    run.journal.once("more", "more", dict)  # this process still has the journal
     run.journal.close()
 
 
@@ -120,8 +120,8 @@ def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:
 
 
 def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
-    """A run's spending includes a request that was never answered, and a void measurement. So do the
-    totals."""
+    """The spending of a run, and the totals, include a request that was never answered and a void
+    measurement."""
     lost, paid = (runs.start(toy, HEADER | {"provider": "anthropic"}) for _ in range(2))
     for run in (lost, paid):
         charge = BudgetLedger(run.journal, turn=1).reserve("claude-opus-5-5", 30_000, 6_311)
@@ -210,7 +210,8 @@ def test_the_command_lists_for_people_and_programs(toy: Path, runs_home: Path) -
     asked = CliRunner().invoke(app, ["runs", "--json"])
     (run,) = json.loads(asked.output)["runs"]
     assert (run["run"], run["status"], run["spec"]) == (name, "checked", "toy")
-    runs.start(toy, HEADER | {"provider": "handoff", "author": "Ada"}).journal.close()  # no process has it
+    # Now no process has this run open.
+    runs.start(toy, HEADER | {"provider": "handoff", "author": "Ada"}).journal.close()
     told = CliRunner().invoke(app, ["runs"])
     assert "interrupted: resume it" in told.output and "GPU s" not in told.output
     shutil.rmtree(runs_home)

@@ -1,4 +1,5 @@
-"""Improvement rounds: what the author is shown, what it may set, and that only a faster kernel is kept."""
+"""Improvement rounds: the text that the author is shown, the schedules that the author may set, and the
+kernel that is kept."""
 
 from __future__ import annotations
 
@@ -245,8 +246,8 @@ def test_a_change_travels_with_what_it_has_to_beat(
 
 @pytest.fixture
 def decided(toy: Path) -> Callable[..., None]:
-    """Return a function that decides on a change, given its speedups over the kept kernel in cases large and
-    wide."""
+    """Return a function that decides on a change. The function takes the change's speedups over the kept
+    kernel in the cases ``large`` and ``wide``."""
     from authoring import timing
 
     from coda_agent.verifier.loading import load

@@ -21,8 +21,8 @@ from coda_agent.primitives.system.files import write_atomic
 
 pytestmark = pytest.mark.slow
 
-# A run of some steps. One write(2) notes each production and each result of `once`, and a later SIGKILL
-# cannot undo it. `kill` names the point at which the child kills itself.
+# This program executes a run of some steps. One write(2) notes each production, and one notes each result of
+# `once`; a later SIGKILL cannot undo a note. `kill` names the point at which the child kills itself.
 RUN = """
 import functools, os, signal, sqlite3, sys, uuid
 from pathlib import Path
@@ -80,7 +80,8 @@ def check_finished(directory: Path, steps: int) -> None:
     assert [e.key for e in events] == [f"step/{i}" for i in range(steps)]
     assert {e.key[5:]: e.payload["token"] for e in events} == first
     produced = noted(directory, "produced")
-    for step, token in first.items():  # the last production is stored: none came after its commit
+    # The journal holds the last production, because no step is produced again after its commit.
+    for step, token in first.items():
         assert [t for s, t in produced if s == step][-1] == token
 
 
@@ -93,8 +94,8 @@ def test_a_kill_at_each_boundary_loses_and_repeats_nothing(tmp_path: Path) -> No
         with_step = int(point[-1]) + point.startswith("given") if point != "create" else 0
         assert sorted(set(given)) == [str(step) for step in range(with_step)], point
     assert start(tmp_path, len(steps)).wait() == 0
-    # Each step is produced twice: by the run that is killed before the commit, and by the next run. The other
-    # kills repeat nothing.
+    # Each step is produced twice: by the process that is killed before the commit, and by the next process.
+    # The other kills repeat nothing.
     assert [step for step, _ in noted(tmp_path, "produced")] == [str(step) for step in steps for _ in "12"]
     check_finished(tmp_path, len(steps))
 
@@ -195,7 +196,7 @@ while True:
         finally:
             child.kill()
     with (tmp_path / "run.db.lock").open() as other:
-        fcntl.flock(other, fcntl.LOCK_SH)  # as if a process asked right now
+        fcntl.flock(other, fcntl.LOCK_SH)  # as if a process called is_open right now
         assert not is_open(path)
 
 
@@ -350,7 +351,8 @@ def test_a_full_disk_writes_nothing_of_the_step(tmp_path: Path) -> None:
 
 
 def test_a_write_that_the_system_breaks_off(tmp_path: Path) -> None:
-    """The operating system refuses to let the log grow in the middle of a commit. The journal stays whole."""
+    """In the middle of a commit, the operating system refuses to let the log grow. The journal stays
+    intact."""
     path = tmp_path / "run.db"
     Journal.create(path, {}).close()
     code = f"""
@@ -373,8 +375,8 @@ except JournalError as error:
 
 
 def test_what_can_be_read_nowhere_says_why(tmp_path: Path) -> None:
-    """No file of the child process may grow, as on a full disk. The child can read a journal that was closed.
-    For the journal of a killed process, the message says why the child cannot read it."""
+    """As on a full disk, no file of the child process may grow. The child can read a journal that was closed.
+    For the journal of a killed process, the message says why the child cannot read this journal."""
     ended, killed = tmp_path / "ended.db", tmp_path / "killed.db"
     Journal.create(ended, {"spec": "ended well"}).close()
     cut_off(killed)

@@ -36,7 +36,8 @@ from coda_agent.verifier.report import Accepted, Measured, Rejected
 
 pytestmark = pytest.mark.slow
 
-# Points on the way to an event, each with the ledger events that a process killed at this point has added.
+# Points on the way to an event at which a process is killed. Each point has a list of the ledger events that
+# the killed process has added.
 RESERVING: dict[str, list[str]] = {"before reserved": [], "after reserved": ["reserved"]}
 SETTLING = {"before settled": ["reserved"], "after settled": ["reserved", "settled"]}
 NOTHING: dict[str, list[str]] = {}
@@ -64,7 +65,8 @@ def process() -> Iterator[Callable[[Errand], int]]:
 
 @dataclass
 class Kills:
-    """The kills of one run, one after the other. ``done`` lists the events that the run must have by now."""
+    """Kills the processes of one run, one after the other. ``done`` lists the events that the run must have
+    by now."""
 
     run: str
     process: Callable[[Errand], int]
@@ -109,20 +111,20 @@ def test_a_kernel_killed_at_every_event(
         ledger = RESERVING if event.startswith("answer/") else NOTHING
         kills.around(event, RESERVING | SETTLING if event == f"answer/{REFUSED}" else ledger)
     assert kills.end() == OK
-    # Each step occurs twice, because the first time was killed before its commit. No step occurs a third
-    # time, because the second time was committed.
+    # The log has each step twice: the first process was killed before it committed the step, and the second
+    # process committed the step. So no third process repeated the step.
     steps = [["asked 1"], ["checked"], ["asked 2"], ["checked"]]
     steps += [["refused"], ["refused", "asked 3"]]  # a refusal is no answer, so the request is sent again
     steps += [["asked 4"], ["checked"]]
-    # Of a measurement, only the pieces are recorded. The step itself is repeated, but sends no request. The
-    # measurement after a void one starts from nothing.
+    # Until a measurement ends, only its pieces are recorded. So a killed measurement is repeated, but sends
+    # no request. After a void measurement, the next measurement starts without recorded pieces.
     steps += 2 * [["proved"], ["proved", "measured"]]
     assert log.read_text().splitlines() == [said for step in steps for said in 2 * step]
     outcome = result_of(*runs.look(started.name))
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.authorship.attempts == 3 and outcome.usage.input_tokens == 4 * USAGE.input_tokens
-    # Of a turn's three reservations, one was answered. The other two were lost after their commit. One
-    # reservation of the refused request was also lost, because it was never settled.
+    # Each turn has three reservations: one was answered, and two were lost after their commit. For the
+    # refused request, one more reservation was lost, because it was never settled.
     lost, answered = (4 * 2 + 1) * RESERVED, 4 * USAGE.total
     found = spent(started.name)
     assert (found.uncertain_tokens, found.tokens) == (lost, lost + answered)
@@ -146,8 +148,8 @@ def optimizing(runs_home: Path, tmp_path: Path) -> tuple[str, Path]:
 
 
 def results(name: str, attempt: int, path: Path) -> list[str]:
-    """Write a made-up measurement of an attempt; return the command that imports it. The first edit is fast,
-    and the second is no faster."""
+    """Write a made-up measurement of an attempt; return the command that imports it. The first attempt is
+    fast, and the second attempt is no faster."""
     seen, spec = runs.look(name)
     judged = next(e.payload for e in seen.events() if e.key == f"report/{attempt}")
     program = Program.from_json(judged["program"], spec.signature())
@@ -163,8 +165,8 @@ def results(name: str, attempt: int, path: Path) -> list[str]:
 
 
 def the_command(point: str, *arguments: str) -> int:
-    """Run the real command with its own author in another process, which kills itself at ``point``; return
-    the exit status."""
+    """Run the real command, without a fake author, in another process. The process kills itself at ``point``.
+    Return its exit status."""
     code = "import killing, sys; killing.kill_at(sys.argv.pop(1)); "
     code += "from coda_agent.agent.cli.main import main; main()"
     environment = os.environ | {"PYTHONPATH": PYTHONPATH}
@@ -175,8 +177,8 @@ def the_command(point: str, *arguments: str) -> int:
 def test_an_edit_killed_at_every_event(
     optimizing: tuple[str, Path], runs_home: Path, tmp_path: Path, process: Callable[[Errand], int]
 ) -> None:
-    """The run has a base, a request that fails, an attempt, two imported measurements and a round. At the
-    end, the command runs without stand-ins."""
+    """The run has a base, a failed request, an attempt, an improvement round and two imported measurements.
+    At the end, the command runs without stand-ins."""
     (name, kernels), log, hands = optimizing, tmp_path / "log", tmp_path / "hands"
     errand = Errand(["resume", name, "--no-gpu"], "Edit", str(runs_home), str(log), str(kernels))
     kills = Kills(name, process, errand, [])
@@ -204,7 +206,7 @@ def test_an_edit_killed_at_every_event(
     outcome = result_of(*runs.look(name))
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.kernel is not None and outcome.kernel.edited == "# an edit\n"
-    # Of the three reservations for each turn and for the failed request, two were lost. The failed request
-    # was paid for three times.
+    # The failed request and each of the two turns lost two reservations. The failed request was also paid for
+    # three times.
     lost, paid = (2 + 2 + 2) * RESERVED, 3 * FAILED.total + 2 * USAGE.total
     assert (spent(name).uncertain_tokens, spent(name).tokens) == (lost, lost + paid)

@@ -1,4 +1,4 @@
-"""The loop: what an author is told, when a run ends, and how a run continues."""
+"""The loop: the messages to an author, the end of a run, and the continuation of a run."""
 
 from __future__ import annotations
 
@@ -180,7 +180,8 @@ def test_a_slow_kernel_is_fed_back_and_measured_again_only_when_it_is_another(
     ],
 )
 def test_an_edited_text_is_the_same_but_for_comments_and_space(other: str, same: bool) -> None:
-    """Otherwise, changing a comment would have a rejected kernel measured again until it is lucky."""
+    """If comments counted, an author could have a rejected kernel measured again and again until it is
+    lucky."""
     assert _same("def f(x):\n    return x + 1  # one\n", other) is same
 
 
@@ -203,7 +204,7 @@ def test_a_recorded_measurement_carries_the_run_on(begin: Callable[..., runs.Run
         kernel = awaiting(run).kernel
         assert kernel is not None
         record(run, measured(run.spec, kernel.program))
-        outcome = author(run, Scripted([]))  # nobody is asked
+        outcome = author(run, Scripted([]))  # no request is sent
         assert isinstance(outcome.report, Accepted) and outcome.kernel == kernel
 
 
@@ -289,8 +290,8 @@ def test_an_interruption_on_a_full_disk_is_one(begin: Callable[..., runs.Run]) -
 
 
 def test_a_run_stands_where_it_was_taken_whatever_it_may_do_now(begin: Callable[..., runs.Run]) -> None:
-    """A run that was resumed with more attempts and rounds keeps their results. A later command with lower
-    limits returns the same outcome."""
+    """If a run is resumed with more attempts and rounds, the results of these attempts and rounds stay. A
+    later command with lower limits returns the same outcome."""
     run = begin()
     with run.journal:
         author(run, Scripted([BAD, WRONG, BAD]), attempts=3)

@@ -59,7 +59,8 @@ SAMPLES = ((2.2,) * FEWEST, (2.21,) * FEWEST, (2.19,) * FEWEST)
 
 @pytest.fixture
 def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of a spec that has an accepted kernel. A fake compiler refuses only `BAD`."""
+    """Return the path of a spec that has an accepted kernel. A fake compiler refuses only texts that contain
+    `BAD`."""
     path = write_toy(tmp_path)
     run = runs.reopen(accepted_run(path))
     kept, recorded = tmp_path / "kernels", tmp_path / "recordings"
@@ -137,7 +138,7 @@ def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improv
 
 
 def keep(run_name: str, spec: Path) -> None:
-    """Accept an edit, as a person who has looked at it, and put its spec beside it."""
+    """Accept the edit of a run, as a person does after a look at the edit. Put the spec beside the edit."""
     run = runs.reopen(run_name)
     with run.journal:
         outcome = result_of(run.journal, run.spec)
@@ -147,7 +148,7 @@ def keep(run_name: str, spec: Path) -> None:
 
 
 def optimized(spec: Path) -> str:
-    """Make a run whose edit was accepted; return its name."""
+    """Make a run whose edit is accepted; return the name of the run."""
     run = start(spec)
     with run.journal:
         assert isinstance(author(run, [fenced(edit(spec))], Gpu()).report, Accepted)
@@ -177,7 +178,7 @@ def test_tips_of_this_level_are_read_and_no_others(
     with run.journal:
         system = setup.task_of(run).opening().system
     assert "- Hoist it" in system and "per_row" not in system.partition("# Tips")[2]
-    assert "Unroll it" not in system  # learned on this very kernel
+    assert "Unroll it" not in system  # this tip was learned on the same kernel
 
 
 def test_a_failed_round_teaches_those_who_edit(spec: Path, tmp_path: Path) -> None:
@@ -191,8 +192,8 @@ def test_a_failed_round_teaches_those_who_edit(spec: Path, tmp_path: Path) -> No
 
 
 def test_an_edit_that_is_no_faster_teaches_what_to_leave_alone(spec: Path) -> None:
-    """The fix leads back to the text that the edit should have beaten: the kernel's own text, or an edit that
-    was kept."""
+    """The recorded fix is the change from the failed edit back to the text that it had to beat. This text is
+    the kernel's own text, or an earlier edit that was kept."""
     ideas = [edit(spec, idea) for idea in ("slower", "quicker", "quickest")]
 
     def judge(spec: Spec, kernel: KernelSource, keep: object, kept: Incumbent | None) -> Measured | Rejected:
@@ -317,7 +318,7 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     replay = start(spec, provider="replay")
     with replay.journal:
         rival = setup.task_of(replay).rival()
-        assert rival is not None and rival.kernel.edited is None  # as at the start of the replayed run
+        assert rival is not None and rival.kernel.edited is None  # the replayed run began without an edit
     own = accept.KERNELS / "toy.report.json"
     report = json.loads(own.read_text())
     own.write_text(json.dumps(report | {"date": "2099-01-01T00:00:00+00:00"}))

@@ -1,4 +1,5 @@
-"""The tools of an author: what they say, what they record, and how the loop handles their use."""
+"""The tools of an author: their answers, the events that they record, and the loop's handling of their
+use."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def split(x, w, gain, H: int, G: int, W: int):
 def new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
-    """Return a function that runs ``coda-agent new`` beside ops.py, with ``answers`` on stdin."""
+    """Return a function that runs ``coda-agent new`` in the folder of ops.py, with ``answers`` on stdin."""
     monkeypatch.chdir(tmp_path)
     Path("ops.py").write_text(OPS)
 
@@ -267,7 +267,8 @@ def test_numbers_become_constants_dims_or_text(new: Command) -> None:
     Path("heads.py").write_text(HEADS)
     given = ["--shape", "x=M,K", "--shape", "w=H*W+2*G*W,K", "--shape", "gain=W"]
     assert new("heads.py:split", *given, "--no-input", "--out", "heads.yaml").status == 0
-    assert load(Path("heads.yaml"), check=False).static == ("H", "G", "W")  # no shape gives H, G; heads use W
+    # H and G are static, because no shape is H or G alone. W is static, because it is the width of the heads.
+    assert load(Path("heads.yaml"), check=False).static == ("H", "G", "W")
     assert "0.6931471805599453 * q" in Path("heads.yaml").read_text()
     spec, text = made(new, "two")
     assert spec.constants == {"alpha": 0.5} and list(spec.outputs) == ["h", "out1"]
@@ -439,7 +440,7 @@ def test_tiles_of_unlike_widths_are_not_stacked(new: Command) -> None:
     assert done.status == 0 and "torch.stack((q, k), -1)" in done.err
 
 
-ROTATIONS = {  # bodies, and what happens to cos and sin
+ROTATIONS = {  # function bodies, and the words of the note about cos and sin
     "a, b = z.chunk(2, -1)\n    out = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)": (
         "stay as they are"
     ),
@@ -457,8 +458,8 @@ ROTATIONS = {  # bodies, and what happens to cos and sin
 
 @pytest.mark.parametrize("body", ROTATIONS)
 def test_a_rotation_of_halves_says_what_becomes_of_cos_and_sin(new: Command, body: str) -> None:
-    """Once the weight, cos and sin are interleaved as the note says, the proposed code computes what the
-    function does."""
+    """If the weight, cos and sin are interleaved as the note says, the proposed code computes the same as the
+    function."""
     lines = f"    z = x @ w.T\n    {body}\n    return out\n"
     Path("odd.py").write_text(f"import torch\ndef f(x, w, cos, sin, *, P: int = 8):\n{lines}")
     wide = "2*P" if "repeat" in ROTATIONS[body] else "P"

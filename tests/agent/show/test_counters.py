@@ -129,7 +129,7 @@ def test_a_raw_page(path: Path) -> None:
     assert step.values["read"] == pytest.approx(651.12e6) and step.values["written"] == pytest.approx(0.56e9)
     assert step.values["conflicts"] == 1_234_568 and step.values["ctas"] == 132
     assert step.values["tensor"] == pytest.approx(70.16) and "sm" not in step.values
-    assert list(step.stalls) == ["long scoreboard", "wait", "barrier", "gmma"]  # selected is not a stall
+    assert list(step.stalls) == ["long scoreboard", "wait", "barrier", "gmma"]  # `selected` is no stall
     assert finish.kernel.startswith("Finish") and finish.values["ctas"] == 2048
     assert step.floor and step.floor.reads["z"] == 369_098_752
 
@@ -265,7 +265,7 @@ OTHER = {0: Schedule(tile_m=64, tile_n=64, cluster_m=1, cluster_n=2, evict_loads
 
 @pytest.fixture
 def kernel(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put an accepted kernel and its report beside its export; return the path of the kernel."""
+    """Put an accepted kernel and its report beside the kernel's export; return the path of the kernel."""
     monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", lambda *given, **more: ())
     for suffix in ("program.json", "report.json"):
         there = KEPT.with_name(f"gemm_swiglu_bwd.{suffix}")
@@ -287,7 +287,7 @@ def shown(kernel: Path, *options: str) -> str:
 def test_what_is_counted_says_its_schedules(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reader accepts the line that the launching command prints."""
+    """``counters.read`` accepts the line that the launching command prints."""
 
     class Plan:
         def __init__(self, kernel: KernelSource, sizes: Any):
@@ -327,7 +327,7 @@ def test_counters_of_another_schedule_than_the_reports_say_so(path: Path, kernel
         counted_on(path, schedules)
         step, finish = json.loads(shown(kernel, "--json"))["counters"]
         assert step["other_schedule"] is other and step["schedule"] == counters.spelled(schedules[0])
-        assert finish["other_schedule"] is None and finish["schedule"] is None  # has no schedule
+        assert finish["other_schedule"] is None and finish["schedule"] is None  # this kernel has no schedule
         assert ("NOT as in" in " ".join(shown(kernel).split())) is other
     path.write_text(raw(launched(ACCEPTED)))  # an older export
     assert "not in this export" in " ".join(shown(kernel).split())
@@ -404,8 +404,8 @@ def test_the_filter_takes_the_names_of_kernels_as_they_are_compiled() -> None:
     report(kernel, sizes, (probe,))
     lowered = kernel.lowered
     wanted = Wanted(lowered, lowered.gemms[0], probe, sizes)
-    # Only names of sections. Elsewhere the host's compiler may cut a name into vectors as wide as this
-    # processor's.
+    # Search only the names of sections. Elsewhere in the object, the host's compiler may split a name into
+    # pieces as wide as this processor's vectors.
     names = set(re.findall(rb"\.text\.(kernel_cutlass_\w+)", wanted.path().read_bytes()))
     assert names and all(re.search(command.OURS.removeprefix("regex:").encode(), name) for name in names)
     export = Export(Path("x"), None, None, tuple((name.decode(), {"a__b": 1.0}) for name in names))
@@ -432,8 +432,8 @@ cat {answer}
 
 @pytest.fixture
 def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a fake ``ncu`` on the PATH; return its folder. Files in the folder hold what ``ncu`` lists, what it
-    answers, and what it was asked."""
+    """Put a fake ``ncu`` on the PATH; return its folder. Files in this folder hold the metrics that ``ncu``
+    lists, its answer, and its arguments."""
     listed = ["Device NVIDIA H100 (GH100)", "Metric Name   Metric Unit   Metric Description"]
     every = [*counters.wanted(), *(name for metric in counters.METRICS.values() for name in metric.names)]
     names = {name.partition(".")[0] for name in every} - {"sm__pipe_tensor_cycles_active"}
@@ -462,7 +462,8 @@ def test_profiling_compiles_first_and_names_the_export(ncu: Path, monkeypatch: p
     command.main(["gemm_swiglu_bwd", "--ncu", "--case", "1B", "--raw", str(text)])
     first, second = said
     assert "--compile-only" in first and second[0] == str(ncu / "ncu")
-    assert second[-len(first) + 1 :] == first[:-1]  # ncu runs what was compiled
+    # ncu runs the command that compiled, without the last option.
+    assert second[-len(first) + 1 :] == first[:-1]
     asked = (ncu / "asked").read_text()
     assert "-k regex:coda_(lowered|edited)" in asked and "sm__pipe_tensor_cycles_active" not in asked
     assert counters.METRICS["tensor"].names[1] in asked
@@ -493,7 +494,7 @@ def test_the_schedules_of_a_report_beside_the_kernel(tmp_path: Path) -> None:
     program = ACCEPTED
     assert show.report_schedules(KEPT, program, "7B") == tuned_there("7B")
     assert show.report_schedules(KEPT, program, "of no such case") == {}
-    assert show.report_schedules(KEPT, two_steps(), "7B") == {}  # for another program
+    assert show.report_schedules(KEPT, two_steps(), "7B") == {}  # the report is for another program
     assert show.report_schedules(tmp_path / KEPT.name, program, "7B") == {}  # the folder has no report
     (tmp_path / "gemm_swiglu_bwd.report.json").write_text("{}")
     with pytest.raises(KernelError, match=r"gemm_swiglu_bwd\.report\.json: .*accept that kernel again"):

@@ -107,7 +107,8 @@ def test_columns_numbers_and_buffers_are_named_for_what_they_are() -> None:
         ("store", "dgamma = sum(partials0)", "fp32 [N]"),
     } <= lines
     (onehot,) = (text for _, text, _ in lines if "column_index" in text)
-    assert onehot == (  # column_index shows the dim, and does not repeat the tile
+    # column_index names the dim V and does not repeat the tile's expression.
+    assert onehot == (
         "dlogits = (exp(gemm(x, w.mT) - per_row(lse)) - where(column_index(V) == per_row(target), 1, 0)) "
         "* per_row(dloss)"
     )
@@ -161,7 +162,7 @@ def evaluate(program: Program, inputs: dict[str, torch.Tensor], sizes: dict[str,
             if line.verb == "load":
                 continue
             name, _, expression = line.text.partition(" = ")
-            value = eval(expression, scope, local)  # the text under test, made by us
+            value = eval(expression, scope, local)  # safe: the product wrote this text
             local[name] = value.float() if value.dtype == torch.bool else value
             if line.verb in ("store", "reduce"):
                 known[name] = local[name].to(torch_dtype(line.tensor.split()[0])).float()
@@ -169,7 +170,8 @@ def evaluate(program: Program, inputs: dict[str, torch.Tensor], sizes: dict[str,
 
 
 def draw(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Draw normal values. Integer inputs are indices, from two below the range of columns to two above."""
+    """Draw the inputs: normal values, but indices for an integer input. The indices range from two below the
+    columns to two above the columns."""
     torch.manual_seed(0)
     drawn = {}
     for name, t in program.signature.inputs.items():

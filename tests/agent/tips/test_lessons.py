@@ -138,7 +138,7 @@ def test_a_gate_on_the_gpu_is_passed_only_where_it_ran(runs_home: Path, tmp_path
     with runs.reopen(name).journal as journal:
         first = next(e.payload for e in journal.events() if e.key == "report/1")
         journal.once("report/2", "report", lambda: first | {"source": TOY_KERNEL})
-    assert learned(name).failures == ()  # the second is checked, but not measured
+    assert learned(name).failures == ()  # the second attempt is checked, but not measured
     report = {**first["report"], "gates": [*first["report"]["gates"], {"gate": "decision", "seconds": 0.0}]}
     with runs.reopen(name).journal as journal:
         journal.once("report/3", "report", lambda: first | {"report": report, "source": TOY_KERNEL})
@@ -162,7 +162,7 @@ def test_a_run_that_cannot_be_read(author: Callable[..., str]) -> None:
         learned(name)
 
 
-# what a run's author proposed
+# tips that a run's author proposed
 
 
 def test_an_authors_tip_is_of_the_failure_that_it_names(author: Callable[..., str]) -> None:

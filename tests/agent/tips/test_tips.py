@@ -1,4 +1,4 @@
-"""The tips log: entries are read in order, a mistake is named with its line, an edit changes only one
+"""The tips log: entries are read in order, an error names the line of a mistake, and an edit changes only one
 entry."""
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def test_the_same_lesson_merges(log: Path, lesson: str) -> None:
     changed = [line for line in log.read_text().splitlines() if line not in before.splitlines()]
     assert len(changed) == 4 and len(read_tips(log)) == 2
     after = log.read_text()
-    assert add(more, log).merged and log.read_text() == after  # a second time changes nothing
+    assert add(more, log).merged and log.read_text() == after  # adding it again changes nothing
 
 
 def test_another_lesson_of_the_same_failure_is_a_tip_of_its_own(log: Path) -> None:

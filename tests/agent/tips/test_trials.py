@@ -1,5 +1,5 @@
-"""Measuring tips: both arms get the same runs, an interval decides a verdict, and a second call resumes real
-runs."""
+"""Measuring tips: both arms get the same specs equally often, an interval decides the verdict, and a second
+call resumes real runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ KNOWN = [tip(1), tip(2, state=PROPOSED), tip(3), tip(4, state=RETIRED)]
 
 @dataclass
 class Fake:
-    """An author that needs the listed numbers of attempts, by arm, and records what it was asked."""
+    """A fake author. ``needs`` lists the numbers of attempts that the runs need with and without the tip.
+    ``asked`` records each request."""
 
     measured: str
     needs: dict[bool, list[int | None]]
@@ -92,7 +93,7 @@ def test_first_attempts_and_the_limit_are_counted_apart() -> None:
     author = Fake("tip-1", {True: [1, 2, 1, 1, None], False: [1, None, 3, 1, None]})
     trial = measure(KNOWN[0], KNOWN, PAIR[:1], 5, author)
     assert (trial.first, trial.within) == (Effect(3, 2, 5), Effect(4, 3, 5))
-    # Wilson: 3/5 [0.2307, 0.8824], 2/5 [0.1176, 0.7693]; 4/5 [0.3755, 0.9638], 3/5 as before
+    # Wilson: 3/5 [0.2307, 0.8824], 2/5 [0.1176, 0.7693]; 4/5 [0.3755, 0.9638], 3/5 [0.2307, 0.8824]
     assert str(trial) == (
         "undecided: 3/5 with, 2/5 without, difference +0.20 [-0.32, +0.60] on the first attempt; within the "
         "limit undecided: 4/5 with, 3/5 without, difference +0.20 [-0.31, +0.60]"
@@ -124,7 +125,8 @@ def test_a_verdict_takes_an_interval_without_zero(with_tip: int, without: int, o
 def test_runs_share_a_budget_equally() -> None:
     whole = RunLimits(tokens=1_000_000, dollars=5.0, gpu_seconds=600.0, seconds=3600.0)
     assert part(whole, 20) == RunLimits(50_000, 0.25, 30.0, 180.0)
-    assert part(RunLimits(dollars=0.3), 3) == part(RunLimits(dollars=0.1), 1)  # old runs are found again
+    # The parts are equal, so that a later call finds the runs of an earlier call.
+    assert part(RunLimits(dollars=0.3), 3) == part(RunLimits(dollars=0.1), 1)
     assert part(RunLimits(), 20) == RunLimits()
 
 
@@ -257,7 +259,7 @@ def test_a_proposed_tip_is_in_the_runs_with_it_alone(taught: Taught, tmp_path: P
     assert read_tips(tips.TIPS)[1].measured.endswith("; on toy, by handoff (Ada)")
     assert sorted((h["without_tips"], h["with_tips"]) for h in headers()) == [([], []), ([], ["tip-2"])]
     assert sorted("- Be brief" in system for system in taught.asked) == [False, True]
-    assert read_tips(tips.TIPS)[1].state == PROPOSED  # a person accepts it
+    assert read_tips(tips.TIPS)[1].state == PROPOSED  # only a person accepts a tip
 
 
 def test_a_second_call_goes_on_where_the_first_was_cut_off(taught: Taught, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Edits of a lowered text, which is code, by theme."""
+"""Cheats that edit a lowered text, which is code, by theme."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``python -m cheats.raw.compiler SCRATCH``: compiles edited texts as a compile worker does, one a line, if
-need be with no check of the language before it, and says what came of each and what it left."""
+"""``python -m cheats.raw.compiler SCRATCH`` compiles edited texts as a compile worker does, one text per line
+of input. On request it skips the language check. It prints the result of each text, and what the text's child
+left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SMALL = Schedule(128, 128, False, 1, 1)
 
 
 def compiled(work: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """One kernel of the text, on a schedule that compiles soonest."""
+    """Compile one kernel of the text, on a schedule that compiles fast; return the object's size or the
+    error."""
     lowered = KernelSource(Program.from_json(work["program"]), edited=work["text"]).lowered
     kernels: list[GemmKernel | VectorKernel] = [*lowered.gemms, *lowered.vectors]
     kernel = next(k for k in kernels if k.name == work["kernel"])

@@ -1,4 +1,5 @@
-"""Cheats by a confined child whose text passed all checks of the language: its actions and its answers."""
+"""Cheats by a confined child: its actions and its answers. The text of the child has passed all checks of the
+language."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from coda_agent.primitives.system.files import cache_dir
 
 
 def bare(name: str, tries: str, lines: str, ends: Rejection | Contained) -> Cheat:
-    """Code of the module's own level, which no check of the language stops."""
+    """Return a cheat with code at module level, which no check of the language stops."""
     edit = TWIN.cheat(name, tries, {BASES: f"\n{lines}{BASES}"}, ends)
     return Cheat(name, tries, TWIN, edit.source, ends, taken_over=True)
 
 
 def refused(name: str, tries: str, lines: str) -> Cheat:
-    """Lines that the operating system must refuse. If it allows them, the compile gate's message differs."""
+    """Return a cheat with lines that the operating system must refuse. If it allows them, the compile gate's
+    message differs."""
     said = f"try:\n{indented(lines, 4)}except OSError:\n    raise SystemExit('refused')\n"
     code = f"import os\n{said}raise SystemExit('allowed')"
     return bare(name, tries, code, rejected("compile", "compiler", "SystemExit: refused"))
@@ -59,7 +61,8 @@ CONFINED = (
         "os.symlink('/etc/passwd', 'link')",
     ),
 )
-# Of a child's descriptors one is left, by which it answers; its callers know where the object goes.
+# The child has one descriptor left, through which it answers. The callers of its code know where the object
+# goes.
 INSIDE = """import json, os, sys, time
 for pipe in range(3, 64):
     try:
@@ -76,7 +79,7 @@ done = b'{"stages": null, "seconds": 1.0}'
 
 
 def says(name: str, tries: str, lines: str, ends: Rejection | Contained) -> Cheat:
-    """A child that answers in its compile's place."""
+    """Return a cheat whose child answers instead of compiling."""
     return bare(name, tries, INSIDE + lines, ends)
 
 

@@ -1,4 +1,5 @@
-"""Edits that compile: what only a GPU can tell, what another text's object would hide, and honest ones."""
+"""Edits that compile: cheats that only a GPU can detect, cheats that another text's object would hide, and
+honest edits."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ def wrong(output: str) -> Rejection:
 
 
 def stored(name: str, tries: str, value: str, ends: Rejection | None = None) -> Cheat:
-    """Another value for the reciprocal RMS of a row."""
+    """Return an edit that stores another value as the reciprocal RMS of a row."""
     return TWIN.cheat(name, tries, {"(n15)": f"({value})"}, ends or wrong("rstd"))
 
 
 def beside(name: str, tries: str, line: str, ends: Rejection) -> Cheat:
-    """A store besides that of the reciprocal RMS."""
+    """Return an edit that adds a store before the store of the reciprocal RMS."""
     return TWIN.cheat(name, tries, {STORE: f"            {line}\n{STORE}"}, ends)
 
 
@@ -32,8 +33,8 @@ def mma(self, operands, state, multiply, found, slow, count, group):
     fewer = cutlass.max(count - 1, 1)
     return super().mma(operands, state, multiply, found, slow, fewer, group)
 """
-# These compile, and a machine without a GPU has nothing against them: what they name is what an H100 must say
-# at sizes that are no multiples of a tile, rows an odd number.
+# These edits compile, and the gates without a GPU pass them. Each edit states how an H100 must reject it, at
+# sizes that are not multiples of a tile and with an odd number of rows.
 GAMES = (
     TWIN.cheat(
         "tiles skipped",
@@ -89,8 +90,8 @@ GAMES = (
         rejected("benchmark", "other_output", "output(s) rstd"),
     ),
 )
-# An object is kept under what it was made of: were these given the one of their twin, all gates would hold
-# that to be theirs.
+# An object is stored under what it was made of. If these edits got the object of their twin, all gates would
+# accept it as the edits' own object.
 STALE = (
     TWIN.cheat(
         "the body of a kernel", "Its arguments and its launch are the twin's.", {"(n15)": "(n15 * n15)"},
@@ -100,7 +101,7 @@ STALE = (
         "a number of the body", "As many letters as there were.", {"1e-06": "1e-05"}, Contained(),
     ),
 )  # fmt: skip
-# Honest edits of the launch, and of what cheats of its kind do within the kernel.
+# Honest edits of the launch. As in some cheats, the kernel of the first edit reads the grid's size.
 HONEST = {
     "sizes": {
         LAUNCH: indented("rows = o15.shape\nblocks = max(blocks, rows[0] // BLOCK, 1)", 8) + LAUNCH,
@@ -110,10 +111,10 @@ HONEST = {
         LAUNCH: indented("far = p10_0.stride[0] + cute.size(o15)\nblocks = max(blocks, 0 * far)", 8) + LAUNCH,
     },
 }
-FINISH_KERNEL = "Finish1_15"  # of the twin's two kernels the one that compiles in half a second
+FINISH_KERNEL = "Finish1_15"  # of the twin's two kernels, the one that compiles in half a second
 
 
 def changed(cheat: Cheat) -> str:
-    """The kernel of the twin's that a game is in."""
+    """Return the name of the twin's kernel that an edit changes."""
     at = next(n for n, (a, b) in enumerate(zip(cheat.source, TWIN.source, strict=False)) if a != b)
     return FINISH_KERNEL if at > TWIN.source.index(f"class {FINISH_KERNEL}") else "Step0"

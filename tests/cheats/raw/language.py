@@ -1,4 +1,4 @@
-"""Edits that the language of edited texts refuses, or that its compiler never gets done with."""
+"""Edits that the language check of edited texts refuses, and edits whose compile would never end."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ ESCAPES = (
     ),
     inside("a huge number", "An integer of any size.", f"x = {'9' * 30}", language("over 64 bits")),
 )  # fmt: skip
-LIMIT = 1.5  # seconds for what never ends: an honest compile of this kernel takes half of one
+LIMIT = 1.5  # seconds for a compile that never ends; an honest compile of this kernel takes half a second
 BOMBS = (
     finish(
         "a loop that is unrolled",

@@ -1,4 +1,4 @@
-"""The text that is edited, and ways to put lines into it."""
+"""The text that the cheats edit, and functions that insert lines into this text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ FINISH = "        n11 = s11\n"
 
 @dataclass(frozen=True)
 class Edited(Twin):
-    """A lowered text as an author gets it, or an honest edit of it: Checked as it stands."""
+    """A lowered text as an author gets it, or an honest edit of this text. Unchanged, it gets the verdict
+    "checked"."""
 
     kernel: Twin
 
@@ -36,25 +37,25 @@ def indented(lines: str, spaces: int) -> str:
 
 
 def above(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
-    """Lines of the module's own level."""
+    """Return an edit with ``lines`` at module level."""
     return TWIN.cheat(name, tries, {BASES: f"\n{lines}{BASES}"}, ends)
 
 
 def inside(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
-    """Lines of the visitor, which is traced for the device."""
+    """Return an edit with ``lines`` in the visitor, which is traced for the device."""
     return TWIN.cheat(name, tries, {VISITOR: VISITOR + indented(lines, 8)}, ends)
 
 
 def method(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
-    """Lines of the class of a step."""
+    """Return an edit with ``lines`` in the class of a step."""
     return TWIN.cheat(name, tries, {METHOD: f"{indented(lines, 4)}\n{METHOD}"}, ends)
 
 
 def launch(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
-    """Lines before the launch, which run on the host."""
+    """Return an edit with ``lines`` before the launch. These lines run on the host."""
     return TWIN.cheat(name, tries, {LAUNCH: indented(lines, 8) + LAUNCH}, ends)
 
 
 def finish(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
-    """Lines of the kernel between steps."""
+    """Return an edit with ``lines`` in the finishing kernel."""
     return TWIN.cheat(name, tries, {FINISH: indented(lines, 8) + FINISH}, ends)

@@ -68,7 +68,8 @@ def test_every_part_of_a_layer_runs_fused(family: str, stack: bool, where: Where
     before = {"Qwen2": "attention_in_bias", "Qwen3": "attention_in"}.get(family, "attention_in_rotated")
     after = f"block_{activation}"
     assert forward == [before, after + "_next_norm" * stack, before, after, "summed_loss"]
-    assert len(ran) == 2 * len(forward) - 1  # the loss computes its gradients in the forward
+    # only the loss has no backward: it computes its gradients in the forward
+    assert len(ran) == 2 * len(forward) - 1
     said = {row.part: row.runs for row in table}
     assert said["norm, MLP, residual"] == said["norm, queries, keys, values"] == "fused"
     assert said.get("next layer's norm, without its row scaling") == ("fused" if stack else None)

@@ -68,10 +68,10 @@ def compare(shape: tuple[int, ...], normed: bool, each_own: bool) -> None:
             made = plainly(own[0], cos, sin, shape[2], (own[1], own[2]) if normed else None, EPS)
         torch.manual_seed(3)
         coming = [torch.randn_like(t) for t in made]
-        coming[0] = coming[0].contiguous()  # attention's gradients may have another layout
+        coming[0] = coming[0].contiguous()  # another layout than q's, as attention's gradients may have
         d, *d_gammas = torch.autograd.grad(made, own, coming)
         sums = [(d.float() * own[0].detach()).sum(1)] if normed else []
-        if in_one_pass and normed:  # the gradient carries the sums of rows through autograd
+        if in_one_pass and normed:  # autograd passes the sums of rows along with the gradient
             rstd = torch.rand(len(d)) + 0.5
             carried = of_a_chain({"d_qkv": d, "rstd_in": rstd}, {"D": 48})
             assert carried and carried[0] is d

@@ -1,4 +1,4 @@
-"""Tests of the pointwise part of a backward: it compiles as one graph, but not while something traces it."""
+"""Tests of the pointwise part of a backward: it compiles as one graph, but only for real tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_head_compiles_whole_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> 
     compiled = torch.compile(seen[0][0].run, backend="aot_eager", fullgraph=True)
     for _, arguments, found in seen:
         assert all(torch.equal(a, b) for a, b in zip(compiled(*arguments), found.values(), strict=True))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one for the first rows, one for any
+    # a graph for the first number of rows, one for any
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_only_a_gpus_tensors_are_compiled_and_no_traced_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Test of which schedule counts if a kernel's program also has one."""
+"""Test that a schedule in a kernel's program takes precedence over a chosen schedule."""
 
 from __future__ import annotations
 

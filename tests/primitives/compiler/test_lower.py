@@ -1,4 +1,5 @@
-"""Tests of lowered text: its results when it is run lane by lane, its names, its masks, tiles that fit."""
+"""Tests of lowered text: its results when it is run lane by lane, its names, its masks, and the tiles that
+fit."""
 
 from __future__ import annotations
 
@@ -544,7 +545,7 @@ MASKS: list[tuple[str, bool]] = [
     ("h / h", True),
     ("h * log(h)", True),  # 0 * -inf is not a number
     ("h + per_column(b)", True),
-    ("h * per_column(b)", True),  # past its end, a vector may hold NaN
+    ("h * per_column(b)", True),  # memory behind the vector's end may hold NaN
     ("h - per_row(v)", True),
     ("h + h.columns", True),
     ("join(h, h + 1)", True),
@@ -557,7 +558,7 @@ MASKS: list[tuple[str, bool]] = [
     ("where(h == 0, 1, h)", True),
     ("column_index(h) * h", True),
     ("h + full - full", False),
-    ("join(h, r) * wf", True),  # past the edge, wf is read from memory as the value at the edge
+    ("join(h, r) * wf", True),  # past the edge, a read of wf returns the value at the edge
     ("h * alpha", True),  # a scalar may hold anything
 ]
 
@@ -673,7 +674,7 @@ FITS: list[tuple[Example, dict[str, int], set[int]]] = [
     (QK_NORM, {"P": 64}, {128, 256}),
     (QK_NORM, {"P": 48}, {192}),
     (QK_NORM, {"P": 16}, {32, 64, 128, 160, 192, 224, 256}),
-    (QK_NORM, {"P": 104}, set()),  # 208 is not a multiple of 32 columns, as sums of heads need
+    (QK_NORM, {"P": 104}, set()),  # sums of heads need a multiple of 32 columns, and 208 is none
     (QK_NORM, {"P": 24}, set()),
     (QK_NORM, {"P": 8}, set()),
     (QK_NORM, {"P": 40}, set()),
@@ -685,7 +686,7 @@ FITS: list[tuple[Example, dict[str, int], set[int]]] = [
     (TURNED, {"P": 64}, {32, 64, 128, 160, 192, 208, 224, 256}),  # a vector's heads may straddle tiles
     (TURNED, {"P": 256}, {32, 64, 128, 160, 192, 208, 224, 256}),
     (TURNED, {"P": 6}, set()),
-    (ROPE, {"P": 2}, set()),  # a thread's lanes recur every 8 columns, so it would mix heads
+    (ROPE, {"P": 2}, set()),  # a thread's lanes recur every 8 columns, so a thread would mix heads
     (ROPE, {"P": 6}, set()),
     (ROPE, {"P": 72}, set()),
 ]

@@ -40,7 +40,8 @@ PINGPONG, COOPERATIVE = PROBES
 
 
 def crowd(loads: int, stores: int, shape: str, dtype: str = "bf16") -> tuple[Any, tuple[str, ...]]:
-    """Return signature and lines of a kernel that loads and stores tiles of ``shape``: [M, N] or [M, 2*N]."""
+    """Return the signature and the lines of a kernel that loads and stores tiles of ``shape``: [M, N] or [M,
+    2*N]."""
     read = {f"i{k}": tensor(shape, dtype) for k in range(loads)}
     made = {f"o{k}": tensor(shape, dtype) for k in range(stores)}
     given = {"x": tensor("M, K"), "w": tensor("N, K")} | read
@@ -71,7 +72,7 @@ GATED = trace(
     "c, d = pairs(y)",
     "return {'a': join(a * t, b * t), 'b': join(c * t, d * t), 'c': e * f}",
 )
-# Programs for which a cooperative 256x128 has no room.
+# Programs that leave no room for the cooperative tile 256x128.
 ROOMY = {
     "two double loads, two double and a half-width store": GATED,
     "three double loads, two double stores": crowded(3, 2, "M, 2*N"),
@@ -255,7 +256,8 @@ def test_a_bundle_holds_objects_of_what_is_tried_there(monkeypatch: pytest.Monke
 def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The edit is timed on all of these schedules, including those that an older report could not know."""
+    """An edit is timed on all schedules to which its incumbent may be tuned, even on schedules that an older
+    report could not know."""
     wanted: list[tuple[int, Schedule]] = []
     monkeypatch.setattr(
         "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])

@@ -189,7 +189,8 @@ def test_limit_grants_the_l2_what_it_can_hold() -> None:
     program, l2 = of_spec("gemm_rmsnorm_swiglu"), 50 * 2**20
     thin = roofline(program, {"M": 16384, "D": 64, "F": 5632})
     (step,) = thin.steps
-    # All bytes that are read count. Of those that are written, 50 MiB may be in the L2 when the timing ends.
+    # All bytes that the step reads count. Of the bytes that it writes, 50 MiB may still be in the L2 when the
+    # timing ends.
     assert thin.limit == (step.bytes - l2) / 3.35e12
     small = roofline(program, {"M": 256, "D": 64, "F": 256})
     assert sum(small.steps[0].writes.values()) < l2

@@ -25,7 +25,7 @@ def waves(rows: int, columns: int, schedule: Schedule, clusters: int) -> int:
 def test_no_other_share_ends_sooner(rows: int, columns: int, first: int, second: int) -> None:
     taken = share((rows, columns), SPLIT, first, second)
     high, wide = ceil(rows / 128), ceil(columns / 128)
-    # the first launch takes whole clusters' tiles
+    # the first launch computes only the tiles of whole clusters
     assert taken == rows or (0 < taken < rows and taken % 256 == 0 and second)
 
     def longest(tiles: int) -> int:
@@ -41,7 +41,7 @@ def test_an_h100s_shares() -> None:
     gets rows only if that saves the first launch a wave."""
     assert share((16384, 5632), SPLIT, 30, 6) == 16384 - 8 * 128
     assert share((16384, 12288), SPLIT, 30, 6) == 16384 - 10 * 128
-    assert share((128, 4096), SPLIT, 30, 6) == 128  # less than a wave
+    assert share((128, 4096), SPLIT, 30, 6) == 128  # 128 rows need less than a wave
     assert share((16384, 5632), SPLIT, 33, 0) == 16384  # no SM is left over
 
 
@@ -64,7 +64,7 @@ def test_one_thread_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert prims.griddepcontrol is not usual
         inside.set()
         assert not done.wait(0.2)
-        with ordered(Schedule()):  # the thread that replaced it may trace other kernels
+        with ordered(Schedule()):  # the thread that replaced griddepcontrol may trace other kernels
             pass
     thread.join(10)
     assert seen == [usual] and prims.griddepcontrol is usual
@@ -80,7 +80,7 @@ def test_the_second_launch_starts_with_the_first_and_ends_after_it(monkeypatch: 
     expected = {
         SPLIT._replace(split=False): [wait, launch],
         SPLIT: [wait, launch, launch],
-        SPLIT.rest: [wait],  # the wait is at a block's end, where a block usually lets the next grid start
+        SPLIT.rest: [wait],  # it waits at the end of a block, where a block usually lets the next grid start
     }
     for schedule, order in expected.items():
         said.clear()

@@ -46,11 +46,11 @@ def agrees(program: Program, derived: Derived) -> bool:
 
 @pytest.mark.parametrize(("rows", "beside", "stored"), [(16384, "h", "d_h"), (2**20, "w_up", "d_w_up")])
 def test_the_norm_weights_gradient_rides_where_it_moves_least(rows: int, beside: str, stored: str) -> None:
-    """There are two ways to compute dgamma, and derive takes the one that moves fewer bytes.
+    """There are two ways to compute dgamma, and derive takes the way that moves fewer bytes.
 
-    In ``column_sums(d * h)``, ``d = dzs @ w_up``; the step of this product also reads h and writes sums for
-    each tile of rows. In ``column_sums(p * w_up)``, ``p = dzs' @ h``; the step of this product also reads the
-    weight.
+    One way is ``column_sums(d * h)``, with the product ``d = dzs @ w_up``. The step of d then also reads h,
+    and writes sums for each tile of rows. The other way is ``column_sums(p * w_up)``, with the product
+    ``p = dzs' @ h``. The step of p then also reads the weight.
     """
     _, derived = mlp(rows)
     program = derived.program
@@ -65,8 +65,8 @@ def test_the_norm_weights_gradient_rides_where_it_moves_least(rows: int, beside:
 
 
 def test_one_value_in_place_of_another_is_tried() -> None:
-    """If the limit leaves room for act alone, act is stored. Storing the smaller hg would save as many FLOPs
-    but fewer bytes."""
+    """If the limit has room for act but for nothing else, act is stored. Storing the smaller hg would save as
+    many FLOPs but fewer bytes."""
     program, derived = mlp(save_bytes=12_000)
     assert "act" in derived.stored and not derived.saves and agrees(program, derived)
 

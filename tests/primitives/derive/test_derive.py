@@ -35,7 +35,7 @@ REFUSED = {n: "dtype" for n in SHIPPED if "fp8" in n} | {
 }  # fmt: skip
 # outputs that have no gradient of their own
 STATISTICS = {("gemm_row_abs_max", "amax"), ("gemm_qk_norm_rope", "rstd"), ("gemm_qk_norm_rope_eps", "rstd")}
-# inputs that many heads read, and whose gradients no primitive can add up
+# inputs that many heads read; no primitive can add up the gradients that the heads contribute
 LEFT = {n: {"cos_sin"} for n in SHIPPED if n.endswith("_rope")} | {
     "gemm_qk_norm_rope": set(), "gemm_qk_norm_rope_eps": {"eps"},
     "gemm_rmsnorm_qkv_norm_rope": {"cos_sin", "eps"},
@@ -203,7 +203,7 @@ def test_behind_a_product_it_moves_no_more_than_by_hand(forward: str, output: st
     first = cut(made).gemms[0]
     own = cut(by_hand).gemms[0]
     assert len(first.stores) <= len(own.stores) and len(first.loads) <= len(own.loads)
-    # by hand, the two products that read dz are separate kernels
+    # the program written by hand leaves the two products that read dz to separate kernels
     assert len(cut(made).gemms) == len(cut(by_hand).gemms) + 2
 
 
@@ -283,7 +283,8 @@ def worst(program: Program) -> float:
 
 @pytest.mark.slow
 def test_random_programs_agree_with_autograd(pytestconfig: pytest.Config) -> None:
-    """A refusal is one line. 200 programs are tried with --thorough, otherwise 60."""
+    """A random program may be refused, but only with a message of one line. With --thorough 200 programs are
+    tried, otherwise 60."""
 
     @settings(max_examples=200 if pytestconfig.getoption("thorough") else 60, deadline=None, derandomize=True)
     @given(st.lists(st.sampled_from(UNARY + BINARY), max_size=5), st.sampled_from(ENDS))

@@ -1,5 +1,5 @@
-"""The backward of products with offsets: rows times their expert's matrix, and a product for each expert's
-gradient."""
+"""The backward of products with offsets, which assign rows to experts. It multiplies rows by the matrix of
+their expert, and computes the gradient of each expert's matrix by a separate product."""
 
 from __future__ import annotations
 

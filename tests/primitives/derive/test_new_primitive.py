@@ -1,5 +1,5 @@
-"""If a primitive is added in its own file, as CONTRIBUTING.md describes, its derivative is used like any
-other."""
+"""If a primitive is added in its own file, as CONTRIBUTING.md describes, derived backwards use its derivative
+like that of any other primitive."""
 
 from __future__ import annotations
 

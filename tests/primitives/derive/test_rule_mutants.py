@@ -1,9 +1,9 @@
-"""Every mistake in a derivative rule is found, because the pair's text is not the gradient that autograd
-computes.
+"""Every mistake in a derivative rule is found, because the text of the derived pair then does not compute
+autograd's gradients.
 
-A mutant changes a gradient that a rule returns, or one operation that a rule adds to the graph. The change of
-an operation concerns its sign, a factor, a term, a mask or an order. Each mutant is tried on the smallest
-program that uses the rule's primitive.
+A mutant changes a gradient that a rule returns, or one operation that a rule adds to the graph. A changed
+operation has, for example, the wrong sign, factor, term, mask or order of arguments. Each mutant is tried on
+the smallest program that uses the rule's primitive.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ USES = {
     "column_sums": "column_sums(t * e)", "row_logsumexp": "row_logsumexp(t)",
     "row_select": "row_select(t, index)",
 }  # fmt: skip
-# rules that give no gradient or only pass theirs on
+# operations whose rules return no gradient, or only pass the gradient on
 COMPARISONS = {"greater": "less", "less": "greater", "greater_equal": "less", "less_equal": "greater",
                "equal": "not_equal", "not_equal": "equal"}  # fmt: skip
 IDLE = {"column_index", "in_columns", "transpose", "as_tile", *COMPARISONS}
@@ -65,7 +65,8 @@ def negated(trace: Simplifier, node: Node, add: Add) -> int:
 
 
 def without(place: int) -> Change:
-    """Leave out a factor, a term or a condition: return the argument at ``place`` instead of the value."""
+    """Return a change that leaves out a factor, a term or a condition. The change replaces an operation by
+    its argument at ``place``."""
     return lambda trace, node, add: node.args[place]
 
 
@@ -102,7 +103,7 @@ def changes(op: str) -> dict[str, Change]:
 
 
 class Mutant(NamedTuple):
-    """A change of one operation or gradient of a rule. If ``at`` is 0 or more, it is the index of an
+    """A change to one operation or one gradient of a rule. An ``at`` of 0 or more is the index of an
     operation that the rule adds. A negative ``at`` means the gradient at index ``-at - 1``."""
 
     at: int
@@ -133,7 +134,7 @@ class Altered:
     def add(self, trace: Simplifier, node: Node) -> int:
         if not self.active:
             return plain(trace, node)
-        self.active = False  # an operation that a simplification adds is not the rule's
+        self.active = False  # do not count operations that a simplification adds
         try:
             self.added.append(node.op)
             here = self.mutant is not None and self.mutant.at == len(self.added) - 1
@@ -233,13 +234,13 @@ def test_each_wrong_rule_is_refused(op: str) -> None:
     tried, missed = 0, []
     for mutant in mutants(op):
         found = None
-        # ProgramError: for example, values of the wrong kinds
+        # a mutant may raise ProgramError, for example because values have the wrong kinds
         with altered(op, mutant), suppress(ProgramError):
             found = made(op)
         if found and found.text == text:  # the mutant is equivalent
             continue
         tried += 1
-        # derive reports the missing gradient
+        # a mutant that loses a gradient is found, because derive reports the missing gradient
         left = found is None or found.program.signature.outputs.keys() < gradients_of(op)
         missed += [] if found is None or left or refused(found) else [mutant.name]
     assert tried >= 3 and not missed

@@ -34,8 +34,8 @@ def test_all_ranges_of_a_tile_are_the_tile() -> None:
 
 
 def test_the_gradient_of_a_row_scale_needs_no_third_product() -> None:
-    """The row scale's gradient needs sum(dz * z). The ranges are stored side by side, so this sum reads the
-    stored values."""
+    """The gradient of the row scale r needs the row sums of ``dt * t``. The ranges of t are stored side by
+    side, as ``a_b``, so these sums read the stored values of t."""
     derived = derive(WHOLE, SIZES, positive=["r"])
     assert derived.program and derived.head and len(cut(derived.program).gemms) == 2
     assert "a_b" in derived.stored and {"d_a_b", "a_b"} <= derived.head.signature.inputs.keys()

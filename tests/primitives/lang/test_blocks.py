@@ -67,7 +67,7 @@ def test_each_block_fills_the_range_by_its_own_scale(name: str, heads: int, widt
 
 
 def sized(program: Program, inputs: Tensors) -> Tensors:
-    """Return the interpreter's outputs, and check that the lowered text computes the same."""
+    """Return the interpreter's outputs, and check that the lowered text computes the same outputs."""
     told, made = interpret(program, inputs), run_lowered(program, inputs)
     torch.testing.assert_close(made["s"], told["s"], rtol=1e-5, atol=0)
     assert (made["q"].view(torch.uint8) == told["q"].view(torch.uint8)).float().mean() > 0.99
@@ -86,7 +86,7 @@ def test_a_tile_of_another_width_is_refused_with_the_way_out(body: str, remedy: 
 
 
 # With pingpong and an fp8 output D, QuACK's epilogue works on subtiles of 64 columns. Such a subtile can hold
-# two heads of 32 columns, or the end of one range and the start of the next.
+# two heads of 32 columns, or the end of one range and the start of the next range.
 HEADS_OF_32 = {
     "statistic": (INPUTS, BODIES["gelu"], OUTPUTS),
     "table": (

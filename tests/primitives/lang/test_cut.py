@@ -105,8 +105,8 @@ def test_widths_are_relative_to_the_gemm() -> None:
 
 
 def test_a_tile_of_inputs_alone_rides_with_the_step_that_loads_them() -> None:
-    """SwiGLU's backward recomputes the activation in the step that loads z, although this step's accumulator
-    is no part of the activation."""
+    """SwiGLU's backward recomputes the activation in the step that loads z, although the activation does not
+    depend on this step's accumulator."""
     program = BACKWARD.program
     (step,) = cut(program).gemms
     assert summary(program, step) == {"stores": ["act", "dz"], "loads": ["z"], "sums": ["add"]}
@@ -132,7 +132,7 @@ def test_a_row_scale_deferred_past_the_next_gemm() -> None:
         "sums": ["multiply"],
     }
     assert summary(program, second) == {"stores": ["up"], "spreads": ["rsqrt"]}
-    # the vector is in memory, and the second step spreads it over rows
+    # rsqrt is finished after the first step; the second step reads this vector and spreads it over rows
     assert finishes(program, steps) == {0: ["rsqrt"]}
     assert [program.nodes[s.gemm].op for s in steps.gemms] == ["gemm", "gemm"]
 
@@ -145,7 +145,8 @@ def test_a_tile_read_back_is_stored_by_its_own_step() -> None:
 
 
 def test_an_expression_that_waits_for_a_vector_is_computed_where_it_can_be() -> None:
-    """h * per_row(rstd) needs all of h. The next GEMM's step computes it, after reading h back."""
+    """``h * per_row(rstd)`` needs the sums of complete rows of h. The step of the next GEMM reads h back and
+    computes this expression."""
     lines = (H, "n = h * per_row(rsqrt(row_sums(h * h)))", "return {'o': gemm(h, q) + n}")
     program = trace(ONE, *lines)
     first, second = cut(program).gemms
@@ -176,8 +177,8 @@ def test_a_computed_scalar_is_part_of_the_body() -> None:
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
 def test_independent_gemms_run_in_the_order_that_their_sums_ask_for(names: tuple[str, str]) -> None:
-    """A sum of h that is spread over g must be computed before g. The order of the program's names and
-    operands does not matter."""
+    """If a sum of h is spread over g, the step of h runs before the step of g. The names of the outputs do
+    not change this order."""
     plain, scaled = names
     lines = (H, "g = gemm(r, q)", f"return {{'{plain}': g * 2, '{scaled}': g * per_row(row_sums(h))}}")
     program = trace(tiles(*names), *lines)
@@ -365,8 +366,8 @@ def test_statistics_of_heads_take_a_sweep_and_stay_in_their_step() -> None:
 
 
 def test_a_selection_is_finished_where_its_step_is_done() -> None:
-    """A selection is finished with its own step, even if only a later step reads it. Finishing prepares the
-    mainloop's buffer for the next call."""
+    """A selection is finished with its own step, even if only a later step reads it. Finishing also prepares
+    the mainloop's buffer for the next call."""
     lines = (H, "s = row_select(h, i)", "return {'o': gemm(h, q) * per_row(s + 1)}")
     program = trace(ONE, *lines)
     steps = cut(program)

@@ -87,7 +87,7 @@ def test_ratio(a: str, b: str, ratio: tuple[int, int] | None) -> None:
 
 
 def test_sizes_that_happen_to_be_equal_have_no_ratio() -> None:
-    assert Dim.parse("M").ratio(Dim.parse("F")) is None  # M and F may have other sizes at another call
+    assert Dim.parse("M").ratio(Dim.parse("F")) is None  # M and F may differ in another call
 
 
 @pytest.mark.parametrize("text", ["(AA+BB)*(CC+DD)*(EE+FF)", "9" * 30, "3037000500*3037000500*F"])

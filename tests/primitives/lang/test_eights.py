@@ -20,7 +20,7 @@ from coda_agent.primitives.runtime.sass import disassemble
 
 ENDS = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 INPUTS = {"x": tensor("M, K"), "w": tensor("2*N, K"), "scale": tensor("", "fp32")}
-# For each width, an fp8 tile. The program also stores a bf16 tile as wide as the GEMM.
+# An fp8 tile for each width relative to the GEMM. The program also stores a bf16 tile as wide as the GEMM.
 WIDTHS = {"half": "gate * up * scale", "one": "t * scale", "double": "join(t * scale, t + scale)"}
 SHAPES = {"half": "M, N", "one": "M, 2*N", "double": "M, 4*N"}
 

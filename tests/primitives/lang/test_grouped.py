@@ -1,5 +1,5 @@
-"""Products with offsets: the rows of each expert times the expert's matrix, and a product over the rows of
-each expert."""
+"""Products with offsets have two forms. One form multiplies the rows of each expert by the expert's matrix.
+The other form sums over the rows of each expert and returns one matrix for each expert."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_each_experts_own_product_is_of_its_rows_alone(counts: list[int]) -> Non
 
 
 def test_rows_do_not_depend_on_other_experts() -> None:
-    """For random counts, each expert's rows equal a plain product of these rows, so they do not depend on the
-    other experts' rows."""
+    """For random numbers of rows, the output rows of each expert equal a plain product of the expert's rows
+    and matrix. So they do not depend on the rows of other experts."""
     random, plain = (
         Random(1),
         trace(signature({"x": X, "w": tensor("N, K")}, {"y": tensor("T, N")}), "return {'y': gemm(x, w.mT)}"),

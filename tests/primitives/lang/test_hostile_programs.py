@@ -25,7 +25,7 @@ from coda_agent.primitives.runtime.launchable import sorted_rows
 
 pytestmark = pytest.mark.slow
 
-MARK = "zq"  # begins every name of a hostile program, and never occurs in the product's own text
+MARK = "zq"  # the prefix of every name in a hostile program; the product's own text never contains it
 Json = Any
 
 
@@ -118,8 +118,8 @@ def programs(draw: st.DrawFn) -> str:
 
 
 def outcome(text: str) -> str:
-    """Return how far the program gets: refused, not lowered, lowered or interpreted. Any error but a
-    ProgramError is a bug in the product."""
+    """Return the last stage that the program reaches: refused, not lowered, lowered or interpreted. Any error
+    except ProgramError is a bug in the product."""
     start = time.process_time()
     try:
         program = Program.from_json(text)
@@ -131,7 +131,7 @@ def outcome(text: str) -> str:
     except ProgramError:
         return "refused"
     finally:
-        # a hostile program would take minutes; a second is normal on a busy machine
+        # without limits a hostile program would take minutes; on a busy machine a second is normal
         assert time.process_time() - start < 10
     try:
         assert MARK not in lower(program).text
@@ -151,7 +151,7 @@ def interpreted(program: Program) -> bool:
         return False
     try:
         solve_sizes(program.signature, shapes)
-    except ValueError:  # some dim follows from no input
+    except ValueError:  # no input's shape determines some dim
         return False
     inputs = {k: torch.ones(shapes[k]).to(torch_dtype(t.dtype)) for k, t in program.signature.inputs.items()}
     for name, rows in sorted_rows(program):  # all rows belong to the first expert
@@ -220,7 +220,7 @@ def test_large_programs_cost_little(text: str, code: str) -> None:
     with pytest.raises(ProgramError) as caught:
         Program.from_json(text, SIGNATURE)
     assert caught.value.code == code, caught.value
-    # a hostile program would take minutes; a second is normal on a busy machine
+    # without limits a hostile program would take minutes; on a busy machine a second is normal
     assert time.process_time() - start < 10
     tracemalloc.start()
     with pytest.raises(ProgramError):

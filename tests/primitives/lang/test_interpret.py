@@ -15,7 +15,7 @@ from coda_agent.primitives.lang.signature import Signature
 
 pytestmark = pytest.mark.slow
 
-# the fp32 limit includes errors of summation
+# the limit for fp32 also allows for errors of summation
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
 
 
@@ -77,7 +77,7 @@ def rope(i: Tensors) -> Tensors:
 
 
 def onehot(index: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return one row for each index. A row is all zeros if its index is no column."""
+    """Return a one-hot row for each index. If an index is not a column's number, its row is all zeros."""
     known = (index >= 0) & (index < columns)
     return one_hot(torch.where(known, index, 0).long(), columns) * known[:, None]
 
@@ -166,8 +166,8 @@ SIZES = {"M": 16, "N": 8}
 
 
 def products() -> tuple[Tensors, torch.Tensor]:
-    """Return the inputs and the exact value of ``gemm(x, eye) * per_row(v)``, in fp32. bf16 would have to
-    round this value."""
+    """Return the inputs and the exact value of ``gemm(x, eye) * per_row(v)``, in fp32. bf16 cannot hold
+    this value exactly."""
     inputs = draw(signature(EYE, {}), SIZES)
     inputs |= {"eye": torch.eye(8).bfloat16(), "zero": torch.zeros(8, 8).bfloat16()}
     inputs["none"] = torch.zeros(16, 8).bfloat16()
@@ -215,8 +215,8 @@ def test_a_later_step_reads_a_stored_tile_back_rounded() -> None:
 
 
 def test_an_expression_of_an_earlier_step_is_rounded_where_it_leaves_it() -> None:
-    """t = 3 h belongs to h's step. The later step reads the rounded t, and does not multiply a rounded h by
-    3."""
+    """The step of h also computes ``t = 3 h``. The later step reads the rounded t; it does not multiply a
+    rounded h by 3."""
     got, exact = run({"o": "fp32"}, "t = h * 3.0", "return {'o': t + gemm(x, zero) * per_row(row_sums(h))}")
     assert torch.equal(got["o"], (3 * exact).bfloat16().float())
     assert not torch.equal(got["o"], 3 * exact.bfloat16().float())
@@ -246,8 +246,8 @@ def test_a_vector_that_is_a_16_bit_output_is_read_back_rounded() -> None:
 
 
 def test_inputs_are_recomputed_from_unrounded() -> None:
-    """Every step that needs a tile computed only from inputs recomputes the tile, so the tile is never stored
-    and rounded."""
+    """If a tile depends only on inputs, every step that needs this tile recomputes it. So the tile is never
+    stored and rounded."""
     got, _ = run({"o": "fp32"}, "t = x / 3.0", "return {'o': gemm((h + t) * 0, eye) + t}")
     assert torch.equal(got["o"], products()[0]["x"].float() / 3.0)
 
@@ -428,7 +428,7 @@ HEADS = {
 
 
 def heads(dtypes: dict[str, str], *lines: str) -> tuple[Tensors, torch.Tensor, Tensors]:
-    """Return the outputs, the exact tile of the gemm by heads [M, 3, 4], and the inputs."""
+    """Return the outputs, the gemm's exact tile split into heads (its shape is [M, 3, 4]), and the inputs."""
     outputs = {n: tensor(shape, "fp32") for n, shape in dtypes.items()}
     declared = signature(HEADS, outputs, ("P",))
     inputs = draw(declared, {"M": 6, "K": 12, "H": 3, "P": 2})

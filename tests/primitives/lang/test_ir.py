@@ -1,5 +1,5 @@
-"""Programs in JSON: reading a written program returns an equal one, the hash depends only on the meaning, and
-hostile JSON is refused with a code."""
+"""Programs in JSON: a program that is written and read again is unchanged, the hash depends only on the
+meaning, and hostile JSON is refused with a code."""
 
 from __future__ import annotations
 
@@ -460,8 +460,8 @@ def test_hostile_text_is_refused(text: str, code: str) -> None:
 
 @pytest.mark.parametrize("place", ["schedule/0", "outputs/h", "format", "signature/name", "signature/dims"])
 def test_nesting_of_any_depth_is_refused(place: str) -> None:
-    """Some depths are just within the parser's limit, and an error message about the value would itself
-    fail."""
+    """Some of the depths are just within the parser's limit. Printing a value of such a depth in the error
+    message would fail."""
     data = json.loads(NORM.program.to_json())
     data["schedule"]["0"] = {}
     put(place, {"swizzle": "@"} if place == "schedule/0" else "@")(data)
@@ -471,8 +471,8 @@ def test_nesting_of_any_depth_is_refused(place: str) -> None:
 
 
 def test_programs_as_large_as_allowed_are_read_and_cut() -> None:
-    """A chain may be as deep as a program can be. The nodes are shared, so walking every path would never
-    end."""
+    """The longest permitted chain of nodes is read. Each node uses the previous node twice, so the number of
+    paths doubles with each node. A walk along every path would never end."""
     lines = ["h = gemm(x, w.mT)", f"for _ in range({MAX_NODES - 4}):", "    h = h + h", "return {'o': h}"]
     program = plain(*lines)
     assert len(program.nodes) == MAX_NODES
@@ -496,8 +496,8 @@ def test_an_output_cannot_bear_an_inputs_name() -> None:
 
 @pytest.fixture
 def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace the compiler's child process by one that returns no reports; return the list of the requests it
-    receives."""
+    """Replace the compiler's child process by a function that returns no reports. Return the list of requests
+    that the function receives."""
     asked: list[str] = []
 
     def child(request: str) -> str:

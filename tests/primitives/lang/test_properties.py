@@ -54,8 +54,8 @@ FP32 = 2e-5
 # The allowed error if values are rounded to 16 bits between steps. Rounding changes each value by up to
 # 2**-8, and later operations amplify this error.
 CHAINED = 0.08
-# The allowed error if both programs round between steps. Sometimes the two round a value to different
-# neighbours.
+# The allowed error between the interpreter and the lowered text, if both round between steps. Sometimes they
+# round a value to different neighbours.
 FLIPPED = 0.02
 REFUSALS = {"homeless", "pending", "sweep", "width", "updates", "dtype", "outputs", "size_choice", "grouped"}
 
@@ -69,8 +69,8 @@ PROPERTY = settings(
 
 
 def check_close(got: Tensors, expected: Tensors, slack: float) -> None:
-    """Check that each output is within its rounding error, plus ``slack`` times the output's size. If both
-    sides round the output, both rounding errors count."""
+    """Check that each output is within its rounding error, plus ``slack`` times the output's typical
+    magnitude. If the expected output is rounded too, both rounding errors count."""
     for name, value in got.items():
         exact = expected[name].double()
         size = max(exact.square().mean().sqrt().item(), 0.05)
@@ -111,13 +111,14 @@ def check_text(made: Made, text: str) -> None:
 
 
 def rounds_between(program: Program) -> bool:
-    """Return whether a step reads a value that was computed and stored before it."""
+    """Return whether a step reads a value that an earlier kernel computed and stored."""
     steps = cut(program)
     return len(steps.gemms) > 1 or -1 in steps.finishes
 
 
 def kernels(bold: float) -> st.SearchStrategy[Made]:
-    """``bold``: how often a program breaks a rule on purpose."""
+    """Return a strategy that makes random kernels. ``bold`` sets how often a kernel breaks a rule on
+    purpose."""
     return st.randoms(use_true_random=False).map(lambda random: make(random, bold))
 
 
@@ -184,7 +185,7 @@ def test_every_operation_occurs() -> None:
         except ProgramError as error:
             assert error.code in REFUSALS
     assert {n.op for p in programs for n in p.nodes} == OPERATIONS.keys()
-    assert len(programs) > 120  # if fewer pass, too many of the generator's programs are refused
+    assert len(programs) > 120  # a lower number means that the generator makes too many refused programs
     gemms = [g for p in programs for g in lower(p).gemms if g.offsets is not None]
     assert {g.own for g in gemms} == {False, True} and len(gemms) > 20
     assert any(g.index is not None for g in gemms)
@@ -350,7 +351,7 @@ LEAVES: st.SearchStrategy[Any] = st.sampled_from(
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
-    """Return every container in a JSON value, once with each of its keys or indices."""
+    """Return a pair for every place inside a JSON value: the container, and the place's key or index."""
     if not isinstance(data, dict | list):
         return []
     keys = list(data) if isinstance(data, dict) else range(len(data))

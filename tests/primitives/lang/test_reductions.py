@@ -1,5 +1,5 @@
-"""A new reduction needs one definition. Every part of the compiler can use a reduction after it is
-registered."""
+"""A new reduction needs only one definition. After the reduction is registered, every part of the compiler
+can use it."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ HEADED = {
 
 
 def given(case: Case, outputs: dict[str, TensorType]) -> Signature:
-    """Return the signature of the case's kernel with these outputs."""
+    """Return the signature of the case's kernel with ``outputs``."""
     inputs, static = (HEADS, ("P",)) if case in HEADED.values() else (INPUTS, ())
     return signature(inputs, outputs, static)
 
@@ -299,7 +299,8 @@ def test_what_is_refused_says_what_to_write_and_that_runs(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["select from half", "head sums of half"])
 def test_the_suggestion_is_the_same_sum(name: str) -> None:
-    """If the message suggests another way to compute the same value, this way agrees with PyTorch."""
+    """If a message suggests another way to compute the same value, the suggested program agrees with
+    PyTorch."""
     case = (TILES | HEADED)[name]
     declared = given(case, case.outputs)
     inputs = draw(declared, SIZES)

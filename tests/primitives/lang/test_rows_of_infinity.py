@@ -66,8 +66,8 @@ def device_functions(name: str, **stand_ins: Any) -> dict[str, Any]:
 
 
 def test_partials_of_minus_infinity_are_finished() -> None:
-    """One thread finishes the row here and adds all partials in order. On a GPU, eight threads share the
-    partials of a row."""
+    """In this test, one thread finishes a row: it adds all partials of the row in order. On a GPU, eight
+    threads share the partials of a row."""
     cute = types.SimpleNamespace(math=types.SimpleNamespace(
         exp=lambda x, fastmath: torch.exp(x), log=lambda x, fastmath=True: torch.log(x)
     ))  # fmt: skip

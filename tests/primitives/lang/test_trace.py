@@ -454,7 +454,7 @@ def test_files_are_refused(text: str, code: str, at: int | None, words: str) -> 
 
 
 def test_the_line_is_the_kernel_files_own() -> None:
-    """If a helper fails, the error names the innermost line."""
+    """If a helper function in the kernel file fails, the error names the line in the helper."""
     helper = "def helper(t):\n    y = t + 1\n    return y[0]\n"
     text = source(TILE, "h = gemm(x, w.mT)", "helper(h)", UNREAL).replace("@kernel", helper + "@kernel")
     assert refused(text).line == 4

@@ -24,9 +24,9 @@ COLUMNS = {
     "2*F": "F",
     "H*W": "W",
     "2*H*P": "P",
-}  # the columns of the examples' tile, in pairs or heads, and the static dim
+}  # keys: the columns of the examples' tile, in pairs or heads; values: the static dim
 OUTPUTS = ("M, {0}", "M, F", "M, K", "M, H", "M, {1}", "M", "{0}")
-# the operation in the program, if its name is not the primitive's name
+# the name of a primitive's operation in the program, if it differs from the primitive's name
 NODES = {"pairs": "even", "rope": "sin"}
 
 
@@ -55,8 +55,8 @@ def test_a_page_says_shapes_dtypes_cost_and_family(name: str) -> None:
 
 
 def programs(lines: list[str]) -> Iterator[Program]:
-    """Yield the programs that an example traces to. Its tile ``t`` consists of pairs or heads, and its output
-    may have any of several shapes."""
+    """Yield the programs that an example traces to. The tile ``t`` consists of pairs or heads. The output may
+    have any of several shapes."""
     result = lines[-1].partition(" = ")[0]
     for columns, static in COLUMNS.items():
         declared = {

@@ -107,7 +107,7 @@ def test_an_objects_name_is_one_of_ours_to_the_end(
 
 def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash of an edited text covers every device module that the text imports, even if the original text
-    does not import it. Other modules do not count."""
+    does not import it. Other modules do not change the hash."""
     text = edited("import cutlass\n", "import cutlass\nfrom primitives.device.softplus import softplus\n")
 
     def hash_of(text: str) -> str:
@@ -128,8 +128,8 @@ def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.M
 
 
 def test_an_object_is_for_heads_of_one_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The width of heads is part of an object's path, through the kernel or through its arguments. An object
-    for another width is never loaded."""
+    """The path of an object depends on the width of heads, whether this width belongs to the kernel or to its
+    arguments. So an object for another width is never loaded."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
     program = kernels.ROPE.program
@@ -282,7 +282,8 @@ def _forever() -> dict[str, object]:
 
 
 def test_its_machine_code_stands_beside_its_lines(built: Lowered) -> None:
-    """The listing also covers an edited line and a compile in a confined child."""
+    """The listing also assigns machine code to the lines of an edited text, which a confined child
+    compiles."""
     text = built.text.replace(LOOP, f"        # nothing\n{LOOP}")
     step, *vectors = disassemble(KernelSource(PROGRAM, {0: ONE[0]}, edited=text), SIZES)
     lines = step.lines()

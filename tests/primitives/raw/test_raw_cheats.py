@@ -1,5 +1,5 @@
-"""Every cheat in edited CuTeDSL ends as expected. The honest text, from which the cheats are made, is
-Checked."""
+"""Every cheat in edited CuTeDSL ends as its field ``ends`` says; a cheat that only a GPU can find compiles.
+The honest text, from which the cheats are made, gets the verdict checked."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_honest_twin_is_checked_and_a_refusal_is_the_compile_gates(
     report, program = check_edited(TWIN.spec, TWIN.program, TWIN.source)
     assert isinstance(report, Checked) and program == TWIN.program, report
     assert report.identity.raw and not report.gates[-1].findings
-    # the first check has already interpreted this program
+    # the first check has already interpreted this program, so the second check need not repeat it
     monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *program: None)
     cheat = CHEATS["host: a second launch"]
     report, program = check_edited(TWIN.spec, TWIN.program, cheat.source)

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 
 KERNELS = ROOT / "generated_kernels"
 
-# A process that has already compiled, and so has the compiler's threads and engine, forks a child for each
-# piece of work. A piece of work is a string of Python lines. The process prints the answers of all children,
-# by name.
+# The program of a parent process. If one piece of work is called "build", the parent first compiles a kernel,
+# so that it has the compiler's threads and engine. It then forks a child for each piece of work, which is a
+# string of Python lines. Finally it prints the answers of all children, by name.
 PARENT = """
 import json, os, sys, threading, time, traceback, warnings
 from pathlib import Path
@@ -297,7 +297,7 @@ def test_an_environment_without_secrets() -> None:
 
 
 def test_the_lists_of_calls_name_the_same_things() -> None:
-    # aarch64 never had these calls
+    # aarch64 never had these system calls
     older = {"dup2", "access", "rename", "mkdir", "rmdir", "unlink", "readlink"}
     assert set(CALLS["x86_64"]) - set(CALLS["aarch64"]) == older
     assert set(CALLS["aarch64"]) <= set(CALLS["x86_64"])

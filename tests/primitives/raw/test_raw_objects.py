@@ -245,8 +245,8 @@ def test_the_page_has_their_number() -> None:
 
 
 def test_a_constant_that_is_an_instruction_is_put_in_words(objects: dict[str, bytes]) -> None:
-    """For example, smem=1295 contains the bytes of syscall. The author knows of no such instruction, so the
-    message must explain the refusal."""
+    """For example, the number in smem=1295 contains the bytes of the instruction syscall. The author wrote no
+    such instruction, so the message must explain the refusal."""
     with pytest.raises(RawError) as caught:
         inspect(bytes(Forge(objects["finish"]).put(".ltext", 2, struct.pack("<I", 1295)).data))
     said = caught.value.message
@@ -293,8 +293,8 @@ def test_an_edit_of_device_code_leaves_the_launch_alone(objects: dict[str, bytes
 
 
 def test_no_number_but_that_of_shared_memory_may_differ(objects: dict[str, bytes]) -> None:
-    """Only the number of shared-memory bytes may differ. The displacement of a jump or call and any other
-    constant must be equal, whatever their size."""
+    """Only the number of shared-memory bytes may differ. The displacement of a jump or call must be
+    equal, and so must any other constant, whatever its size."""
     honest, forge = objects["step"], Forge(objects["step"])
     start, size = forge.section(".ltext")[4:6]
     code = honest[start : start + size]
@@ -329,8 +329,9 @@ def test_shared_memory_that_no_launch_has_is_told(objects: dict[str, bytes], num
 def test_where_it_is_not_known_where_the_number_stands_a_difference_is_told(
     objects: dict[str, bytes],
 ) -> None:
-    """A difference in the number of shared-memory bytes is refused if the number's location is uncertain. The
-    cases are another register, a block size other than 1 in z, and an address that is not 4 higher."""
+    """If the location of the number of shared-memory bytes is uncertain, a difference in this number is
+    refused. The code around the number then differs: another register, a block size in z other than 1, or an
+    address that is not 4 higher."""
     assert same_host(objects["shallow"], objects["step"])
     for at, byte in ((1, b"\x82"), (2, b"\x10"), (6, b"\x02")):
         pair = [Forge(objects[name]) for name in ("shallow", "step")]

@@ -40,8 +40,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-# The features that the backward lacks: masks of three widths, scalars, selects, computed vectors and a second
-# step.
+# A program with features that BACKWARD lacks: masks of three widths, scalars, selects, computed vectors and a
+# second step.
 REST = trace(
     signature(
         {
@@ -121,9 +121,9 @@ def test_masks_scalars_selects_and_two_steps() -> None:
     assert len(vectors) == 2 and all(r.registers > 0 for configurations in vectors for r in configurations)
 
 
-# A program of two steps with the rest of the vocabulary. It has statistics of heads over vectors and scalars,
-# all kinds of repeated values, and memory at every width and dtype. It also has reductions of every kind,
-# indices, comparisons and an fp8 operand.
+# A program of two steps with the rest of the vocabulary. It computes statistics of heads from vectors and
+# scalars, repeats values in all ways, and uses memory of every width and dtype. It also has reductions of
+# every kind, indices, comparisons and an fp8 operand.
 WIDE = trace(
     signature(
         {
@@ -182,7 +182,7 @@ def test_a_deep_mainloop_takes_stages_from_the_epilogue() -> None:
 
 def test_a_table_comes_through_tma_where_a_head_is_whole_stages() -> None:
     schedule = (Schedule(128, 160, True, 1, 2),)
-    ((streamed,),) = compiled(ROPE.program, schedule, P=16).values()  # heads of 32 columns are whole stages
+    ((streamed,),) = compiled(ROPE.program, schedule, P=16).values()  # heads of 32 columns fill whole stages
     ((addressed,),) = compiled(ROPE.program, schedule, P=40).values()
     assert streamed.tma_loads > addressed.tma_loads == 2  # TMA loads only the two operands
     assert streamed.stages and streamed.stages[2] > 0 and addressed.stages and addressed.stages[2] == 0
@@ -193,7 +193,7 @@ def test_the_rest_of_the_vocabulary() -> None:
     first, second, *vectors = compiled(WIDE, schedules, P=64, M=1).values()
     check_gemm(first, schedules)
     check_gemm(second, schedules)
-    assert len(vectors) == 5  # one kernel for each length and stage
+    assert len(vectors) == 5  # vectors of the same length and stage share a kernel
     assert all(r.registers > 0 and r.hgmma == 0 for configurations in vectors for r in configurations)
 
 
@@ -214,7 +214,7 @@ def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatc
 
 
 def in_this_process(request: str) -> str:
-    """Do the child's work in this process."""
+    """Do the work of the compiler's child process in this process."""
     return json.dumps(compiling._answer(json.loads(request), Path()))
 
 
@@ -271,7 +271,7 @@ def test_a_refusal_is_its_reason_and_the_lowered_line_and_nothing_of_this_machin
         "  --> coda_lowered_2c2f00c8c941571e.py:39",
     ]
     assert words.count("n12_1 = sigmoid(n3_1 / n11_1, n11_1)") == 1 and "/home" not in words
-    # the traceback ends after its frames, without an error message
+    # REFUSED ends after the traceback's frames, without an error message
     assert refusal(REFUSED).strip() and "/opt" not in refusal(REFUSED)
     assert refusal("ptxas /tmp/coda-compile-x/step.ptx, line 7; error: too much") == (
         "ptxas step.ptx, line 7; error: too much"
@@ -347,8 +347,8 @@ def test_a_file_takes_no_pipes_place(tmp_path: Path) -> None:
 
 
 def test_a_lowered_text_is_imported_from_a_file_of_its_content() -> None:
-    """The test runs a child process, because loading the module imports the DSL. A file that was tampered
-    with is replaced."""
+    """If someone tampered with the file of a lowered text, the file is replaced. The test loads the module in
+    a child process, because loading it imports the DSL."""
     lowered = lower(NORM.program)
     path = cache_dir() / "lowered" / f"{lowered.module}.py"
     write_atomic(path, "raise SystemExit('tampered')")
@@ -414,7 +414,7 @@ def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatc
     chosen = Schedule(128, 160, True, 1, 2, evict_stores=True)
     other = chosen._replace(evict_loads=True)
     assert tune.compile_all(KernelSource(NORM.program), NORM.sizes, [(0, chosen)]) == [True]
-    # empty the table, because another process would know only the files in the cache
+    # empty the table of compiled kernels: another process would know only the files in the cache
     monkeypatch.setattr(tune, "_compiled", {})
     asked = list[object]()
 

@@ -262,8 +262,8 @@ def test_partials_of_columns_are_a_row_a_tile_and_two_for_twice_as_many(calls):
     plan, inputs, outputs = planned(kernels.WIDTHS.program, Schedule(192, 128))
     plan.run(inputs, outputs)
     shapes = sorted(tuple(t.shape) for t in by_role(plan, calls[0])["partial"])
-    # The gemm's 208 columns make two tiles of 128, and the 100 rows make one tile. Three partials run along
-    # rows and three along columns.
+    # The gemm's 208 columns make two tiles of 128, and the 100 rows make one tile. Three partials hold a
+    # value for each column. The other three hold two values for each row, one for each tile.
     assert shapes == [(1, 1, 208)] * 3 + [(1, 100, 2)] * 3
     plan, inputs, outputs = planned(kernels.NORM_BACKWARD.program)
     (partial,) = (t for t in plan.kept.values() if isinstance(t, torch.Tensor))
@@ -288,7 +288,7 @@ def test_an_update_is_written_into_the_inputs_own_tensor(calls, anywhere):
     calls.clear()
     outputs = kernel(**inputs)
     (_, (a, b, d, c, *_)) = calls[0]
-    # the kernel's store adds to the previous value
+    # the kernel's store adds to the previous value in dw, so the launch does not load dw as c
     assert outputs["dw_new"] is inputs["dw"] is d and c is None
     assert same(a, inputs["dy"]) and a.shape == (200, 100) and b is inputs["x"]
 
@@ -356,7 +356,7 @@ def test_one_row_gets_the_strides_of_a_row_and_stays_where_it_is(calls, anywhere
 
 def test_statistics_of_heads_need_no_alignment():
     sizes = {"M": 8, "K": 64, "H": 3, "P": 64}
-    # the three fp32 values of a row are stored one by one
+    # the three fp32 values of a row are stored one by one, so they need no alignment
     assert alignment_errors(kernels.QK_NORM.program, sizes) == []
     (error,) = alignment_errors(kernels.ROPE.program, sizes | {"P": 2, "H": 4})
     assert error.startswith("cos_sin: rows of 4 bf16")
@@ -384,8 +384,8 @@ def test_a_tile_that_pairs_do_not_fit_is_named(calls):
 
 @pytest.mark.parametrize("line", ["gemm(x, w, offsets)", "gemm(d.mT, x, offsets)"], ids=["rows", "own"])
 def test_experts_are_tuned_in_one_launch(calls, monkeypatch, tmp_path, line):
-    """These steps refuse a schedule with two launches. Tuning once tried such schedules in a second round and
-    failed."""
+    """The steps of products with offsets refuse a schedule with two launches. Tuning once tried such
+    schedules in its second round and failed."""
     shape = kernels.tensor
     inputs = {"x": shape("T, K"), "offsets": shape("E + 1", "int32")}
     inputs |= {"w": shape("E, K, N")} if "w" in line else {"d": shape("T, N")}
@@ -394,8 +394,8 @@ def test_experts_are_tuned_in_one_launch(calls, monkeypatch, tmp_path, line):
     sizes = {"T": 4096, "K": 2048, "N": 2048, "E": 4}
     (gemm,) = lower(program).gemms
     start = candidates(gemm, sizes)
-    # These outputs are not small. Small outputs have no schedule of two launches, and the test would show
-    # nothing.
+    # The test needs outputs that are not small. Small outputs have no schedule with two launches, so a test
+    # with small outputs would show nothing.
     assert not any(s.tile_n == 64 for s in start)
     rounds = []
 
@@ -451,7 +451,8 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", kernels.EXAMPLES)
 def test_two_launches_of_a_step_share_its_rows(name, calls, monkeypatch):
-    """A tensor with an axis along M is cut where a tile ends. All other tensors are passed whole."""
+    """Each launch gets its part of every tensor with an axis along M; the cut is where a tile ends. All other
+    tensors are passed whole."""
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", {1: 8, 4: 1}.__getitem__)
     program, split = kernels.EXAMPLES[name].program, Schedule(128, 128, True, 2, 2, split=True)
     gemms = lower(program).gemms

@@ -1,4 +1,5 @@
-"""A kernel can be launched on some tensors. It refuses all others before anything runs on the GPU."""
+"""A kernel accepts the tensors that it can be launched on. It refuses all other tensors before anything runs
+on the GPU."""
 
 from __future__ import annotations
 

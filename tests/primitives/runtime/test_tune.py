@@ -26,12 +26,13 @@ SIZES = {"M": 16384, "D": 2048, "F": 5632}
 @pytest.fixture
 def kernel() -> GemmKernel:
     (gemm,) = lower(kernels.BACKWARD.program).gemms
-    assert gemm.c  # a streamed tile, so that every hint matters
+    assert gemm.c  # the kernel streams this tile, so that every hint matters
     return gemm
 
 
 class Course:
-    """A race whose times a function defines. ``fields`` records the schedules of each race."""
+    """A race in which a function gives the time of each schedule. ``fields`` records the schedules of each
+    race."""
 
     def __init__(self, milliseconds: Callable[[Schedule], float]) -> None:
         self.milliseconds, self.fields = milliseconds, list[list[Schedule]]()
@@ -58,7 +59,7 @@ def test_a_tile_that_is_best_at_its_own_group_size_is_found(kernel: GemmKernel) 
     def milliseconds(s: Schedule) -> float:
         if s == wide:
             return 0.9
-        # on every cluster, this tile is faster than the other tiles
+        # except for ``wide`` itself, this tile is faster than the other tiles, whatever the cluster
         if (s.tile_m, s.tile_n, s.pingpong) == (128, 128, True):
             return 1.0 + s.swizzle / 1e4
         return 1.1 if s._replace(swizzle=16, evict_loads=True) == wide else 1.2
@@ -199,8 +200,8 @@ def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_of_an_edited_text_a_tuning_over_more_than_is_known_of_it_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cached tuning of an edited text does not count if it raced a schedule on which nobody has shown the
-    text to be correct."""
+    """A cached tuning of an edited text is ignored if it raced a schedule on which the text was never shown
+    to be correct."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     monkeypatch.setattr(tune, "_race", lambda *given: [(schedule, 1.0) for schedule in given[-2]])

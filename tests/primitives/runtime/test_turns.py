@@ -111,7 +111,7 @@ def sizes_of(signature: Signature, inputs: dict[str, torch.Tensor], given: Any) 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list with the thread of each launch, in order. During a launch, other threads may run."""
+    """Return a list to which each launch adds its thread's id. During a launch, other threads may run."""
     found: list[int] = []
 
     def stand_in(lowered: Any, kernel: Any, *rest: Any) -> Callable[..., None]:
@@ -136,7 +136,7 @@ def at_once(call: Callable[[], object], threads: int = 4) -> None:
         try:
             for _ in range(CALLS):
                 call()
-        except Exception as error:  # an exception in a thread would be lost
+        except Exception as error:  # an uncaught exception in a thread would be lost
             failed.append(error)
 
     started = [threading.Thread(target=work) for _ in range(threads)]

@@ -34,7 +34,7 @@ except SystemExit:
 def test_a_cache_that_is_a_file_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """The cache is at fault and not the kernel, so nothing is rejected."""
+    """The cache is at fault and not the kernel, so the kernel is not rejected."""
     place = tmp_path / "cache"
     place.write_text("")
     monkeypatch.setenv("CODA_AGENT_CACHE", str(place))
@@ -48,7 +48,7 @@ def test_a_cache_that_is_a_file_is_named(
 
 def test_a_cache_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    # the tests may run as root, who may write to a read-only folder
+    # the tests may run as root, and root may write even to a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(CacheError, match="you may not write to it"):
         usable_cache()

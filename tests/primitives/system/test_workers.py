@@ -1,5 +1,5 @@
-"""Workers are real processes. The tests check their answers. If a worker dies, hangs or uses too much memory,
-only its own task fails."""
+"""The workers in these tests are real processes. They return the right answers. If a worker dies, hangs or
+uses too much memory, only its own task fails."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def alive(pid: int) -> bool:
 
 
 def pids(path: Path) -> list[int]:
-    # a worker first imports its modules
+    # the wait is long because a worker first imports its modules
     assert eventually(lambda: path.exists() and bool(path.read_text()), seconds=60.0)
     return [int(word) for word in path.read_text().split()]
 
@@ -107,7 +107,7 @@ def test_a_dead_workers_child_keeps_nobody_waiting(tmp_path: Path):
     path = tmp_path / "left"
     start = time.monotonic()
     assert workers.run_all(leaves_a_child, [str(path)]) == [False]
-    assert time.monotonic() - start < 20  # a task may take up to 300 s
+    assert time.monotonic() - start < 20  # run_all does not wait for the limit of 300 s that a task has
     assert eventually(lambda: not any(map(alive, pids(path))))
 
 
@@ -186,7 +186,8 @@ def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):
 def test_a_gpu_worker_of_another_environment_is_not_given_our_pythonpath(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The worker would import packages from our PYTHONPATH before the packages of its own environment."""
+    """With our PYTHONPATH, the worker would import packages from this path before the packages of its own
+    environment."""
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)

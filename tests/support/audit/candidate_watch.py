@@ -1,22 +1,22 @@
-"""Record every candidate, and every text that is compiled or executed beneath the project's code. No
-candidate may be among these texts.
+"""Record every candidate kernel, and every text that Python compiles or executes beneath the project's code
+on the call stack. No candidate may be among these texts.
 
 The records come from audit events (PEP 578). ``trace`` raises an event with each candidate's source, and
 ``verify`` raises one with each edited text. Python raises an event for each text or file that it compiles or
 executes. Each process writes its own log. All processes of a test session share the directory of the logs,
-because one process may compile the candidate of another, before or after the other records it. A text is
+because one process may compile a candidate that another process records, earlier or later. A text is
 identified by its statements, so blanks, comments and line ends do not matter.
 
 Tests may trace kernels themselves, so a text counts only in three cases:
 
 1. The call stack has a frame of ``verifier``, ``agent`` or ``primitives``, and no test's frame between this
-   frame and the text. A test in between stands in for the jail. The tracer's own frames do not count; the
-   frame of its caller does.
+   frame and the text. A test whose frame is in between stands in for the jail. The tracer's own frames do not
+   count; the frame of the tracer's caller does.
 2. A thread does nothing but run the text.
-3. The text runs in a process that such a frame has started.
+3. The text runs in a process that was started beneath a frame as in case 1.
 
 The jail's own child is exempt, because it runs with -I -S, which load no hook. The confined child that
-compiles an edited text is exempt because of its first frame.
+compiles an edited text is exempt too; the function ``CONFINED`` on its call stack identifies this child.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ OWN = tuple(os.path.join(root, package) + os.sep for root in ROOTS for package i
 PREFIXES = (sys.prefix, sys.base_prefix)
 FOREIGN = tuple({named + os.sep for p in PREFIXES for named in (p, os.path.realpath(p))})
 
-# hashes of (path, line), which avoid repeated lines, because a session has thousands of candidates
+# hashes of the logged (path, line); each line is logged once, because a session has thousands of candidates
 _logged: set[int] = set()
 _busy = threading.local()  # marks a thread that parses a text, because parsing raises an event too
 _hooked = False
@@ -92,7 +92,8 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _compiled(source: object, path: object) -> None:
     """Record a text (str or bytes) that is compiled. Other sources are ignored. A syntax tree usually comes
-    from a text that was recorded earlier. None means a file; its execution raises another event."""
+    from a text that was recorded earlier. If the source is None, Python compiles a file; the execution of
+    this file raises another event."""
     if isinstance(source, str | bytes) and not str(path).startswith(OWN) and not _made_by_a_library():
         frame = _beneath()
         if frame is not None:
@@ -153,8 +154,8 @@ def _telling(text: bytes) -> bool:
 
 
 def _started(command: Any) -> None:
-    """Record a process that the project starts. A text that runs there counts as the project's, even without
-    a frame of the project."""
+    """Record a process that the project starts. If a text runs in this process, the text counts as run by
+    the project, even without a frame of the project."""
     frame = _beneath()
     if frame and isinstance(command, list | tuple):
         words = "\0".join(map(os.fsdecode, command))
@@ -162,8 +163,8 @@ def _started(command: Any) -> None:
 
 
 def _pass_on(command: Any, environment: Any) -> None:
-    """Add the hook to an environment that was made for a child process. If the child is a Python process, it
-    would otherwise not load the hook."""
+    """Add the hook to an environment that was made for a child process. Without this, a Python child would
+    not load the hook."""
     alone = not isinstance(command, list | tuple) or "-I" in command or "-S" in command
     if alone or not isinstance(environment, dict) or DIRECTORY not in os.environ:
         return
@@ -174,8 +175,8 @@ def _pass_on(command: Any, environment: Any) -> None:
 
 
 def _beneath() -> str | None:
-    """Return the project's nearest frame, as file:line. If there is no such frame, return a note for a thread
-    that does nothing else, or "" in other cases. Return None if a test's frame is nearer than a frame of the
+    """Return the project's nearest frame, as file:line. If there is no such frame, return a note if the
+    thread does nothing else, and otherwise "". Return None if a test's frame is nearer than a frame of the
     verifier or agent, or if the process is a confined child."""
     frame: FrameType | None = sys._getframe()
     found, pool = "", threading.current_thread() is not threading.main_thread()

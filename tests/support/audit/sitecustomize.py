@@ -8,7 +8,8 @@ import sys
 import candidate_watch
 
 
-# ``agent.cli.main`` does the same, but importing it would cost each watched child more time than this saves.
+# ``agent.cli.main`` does the same. Importing that module here would cost each watched child more time than
+# the skipped collection saves.
 def _skip_the_last_collection() -> None:
     if "triton" not in sys.modules:  # triton's nanobind would report the frozen objects as leaks
         gc.freeze()

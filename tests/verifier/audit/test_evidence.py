@@ -1,5 +1,5 @@
-"""Tests of evidence: of an accepted toy kernel, intact and with every kind of tampering, and of the committed
-kernels."""
+"""Tests of evidence. An accepted toy kernel is tested intact and after every kind of tampering. The committed
+kernels are tested as they are."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_tampering_is_named(kernels: Path, tamper: Callable[[Path], object], wor
 
 
 def test_all_files_swapped_for_another_kernels(kernels: Path) -> None:
-    """Source, program and text belong together, but the report is still that of the original kernel."""
+    """Source, program and lowered text belong together, but the report belongs to the original kernel."""
     program = program_of(load(kernels / "toy.yaml", check=False), TWICE)
     (kernels / "toy.py").write_text(TWICE)
     (kernels / "toy.program.json").write_text(program.to_json())
@@ -113,7 +113,8 @@ def test_problems_are_told_together(kernels: Path) -> None:
 
 
 def replayed(name: str, specs: Path, recording: Path) -> Program:
-    """Return the program at which the recorded answers end. All gates are real, except for the compiler."""
+    """Replay recorded answers, and return the program that the last answer leads to. All gates are real,
+    except for the compiler."""
     run = runs.start(specs / f"{name}.yaml", {})
     with run.journal:
         outcome = Loop(run.journal, run.spec, setup.task_of(run), Replay(recording), Notes()).run()
@@ -137,7 +138,8 @@ def test_committed_edits_evidence_stands() -> None:
 
 
 def test_edits_whose_programs_were_measured_again_are_listed() -> None:
-    """These edits may no longer be faster than their programs; nobody has measured that yet."""
+    """When a program has been measured again, its edit may no longer be faster than the program. No
+    measurement has compared the two yet."""
     found = {n for n in EDITED if superseded(report_of(f"{n}.raw"), report_of(n))}
     assert found == SUPERSEDED
 
@@ -145,8 +147,8 @@ def test_edits_whose_programs_were_measured_again_are_listed() -> None:
 def test_committed_recordings_replay_to_their_kernels(
     runs_home: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Each kernel runs a different part of the interpreter's runs, so that together they cover runs of every
-    kind."""
+    """For each kernel, the interpret gate does a different part of its runs, so that the kernels together
+    cover runs of every kind."""
     every, parts = cpu_numerics.runs, 5 if request.config.getoption("thorough") else 15
     for place, name in enumerate([*COMMITTED, *WAITING]):
         part = slice(place % parts, None, parts)

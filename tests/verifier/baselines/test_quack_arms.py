@@ -81,7 +81,7 @@ def spec_of(name: str) -> Spec:
 
 
 def small(spec: Spec) -> dict[str, int]:
-    """Return small, ragged sizes. If the spec has heads, there are three, with P = 16."""
+    """Return small, ragged sizes. A spec with heads gets three heads, with P = 16."""
     return {dim: {"M": 70, "H": 3, "P": 16}.get(dim, 72 + 8 * i) for i, dim in enumerate(spec.dims)}
 
 
@@ -129,8 +129,8 @@ def on_torch(fn: Any) -> Any:
 
 
 class Played:
-    """A stand-in for an EpiMod. Its plans compute on the CPU in fp64, with partial results in tiles of
-    ``TILE``."""
+    """A stand-in for QuACK's ``EpiMod``. Its plans compute on the CPU in fp64, and reduce in tiles of
+    ``TILE`` columns."""
 
     def __init__(self, mod: Any):
         self.mod, self.mode, self.sinks = mod, mod.mode, mod.sinks
@@ -203,7 +203,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spec, dict[str, Tensor], dict[str, int]], Any]:
-    """Return a function that builds a spec's arm for the CPU."""
+    """Return a function that builds QuACK's arm of a spec for the CPU."""
 
     def reduce(partials: Tensor, rstd: Tensor, scale: float, eps: float) -> None:
         torch.rsqrt(partials.sum(-1) * scale + eps, out=rstd)
@@ -343,8 +343,8 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
 def test_what_any_process_compiled_is_not_compiled_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A refused schedule is not compiled again either, and it is not raced. A schedule is compiled again if
-    it killed a worker, for another epilogue, or after the cache was emptied."""
+    """A schedule that QuACK refused is not compiled again either, and it is not raced. A schedule is compiled
+    again if it killed a worker, if the epilogue differs, or if the cache was emptied."""
     spec, asked = spec_of("gemm_relu2"), list[Any]()
     narrow, wide, deadly = config(128, 128, True), config(128, 256, False), config(256, 128, False)
     monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
@@ -430,8 +430,8 @@ def test_what_is_known_of_one_tile_races_with_the_best_of_others(
 def test_what_is_raced_first_is_compiled_ahead(
     relu: Callable[..., Tuned], raced: Races, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without known finalists, the jobs cover the first race of a search; otherwise they cover the known
-    finalists."""
+    """If finalists are known, the compile jobs cover these finalists. Otherwise the jobs cover the first race
+    of a search."""
     monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, device: draw(*given))
     monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
     finalists = relu(OWN_TUNER).finalists
@@ -477,11 +477,11 @@ def test_a_schedule_that_an_arms_own_search_never_comes_to_is_not_raced(
     searched = len(raced)
     relu(arm)
     assert len(raced) == searched > 1  # as many races as if nothing were known
-    fours = wide | {"cluster_n": 2, "max_swizzle_size": 32}  # only our search refines to this
+    fours = wide | {"cluster_n": 2, "max_swizzle_size": 32}  # only our search adds this one
     relu(arm, known_of(arm, [[wide | {"pingpong": 0}, fours, *strange]]))
     told = [asdict(c) for c in raced[-1][1]]
     assert wide in told and (fours in told) == (arm == OUR_SEARCH)
-    assert all(type(each["pingpong"]) is bool for each in told)  # the type that the search space has
+    assert all(type(each["pingpong"]) is bool for each in told)  # as in the search space
 
 
 @pytest.mark.parametrize("other", [{"gpu": "another GPU"}, {"version": "0.1"}])
@@ -491,7 +491,7 @@ def test_what_another_gpu_or_quack_won_with_is_not_raced(
     finalists = relu(OWN_TUNER).finalists
     relu(OWN_TUNER, known_of(OWN_TUNER, finalists, **other))
     assert len(raced) == 2
-    relu(OWN_TUNER, known_of(MATMUL, finalists))  # nor does another arm's result count
+    relu(OWN_TUNER, known_of(MATMUL, finalists))  # another arm's finalists are ignored too
     assert len(raced) == 2
 
 
@@ -515,8 +515,8 @@ def test_scores_and_sessions_hand_on_what_is_known(monkeypatch: pytest.MonkeyPat
 
 
 def test_bare_products_are_those_of_the_formulation(raced: Races, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sets of inputs write to the same outputs. If another spec has the same product, its tuning is
-    reused."""
+    """The calls for both sets of inputs write to the same outputs. If two specs have the same matrix product,
+    the second spec reuses the tuning of the first."""
     monkeypatch.setattr(QuackEpilogue, "prepare", lambda stage, config: lambda: {id(stage.outs["D"]): stage})
     specs = [spec_of(name) for name in ("gemm_swiglu_mlp", "gemm_relu2", "gemm_bias_gelu")]
     for spec in specs:

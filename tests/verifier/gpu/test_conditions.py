@@ -1,5 +1,5 @@
-"""Reports state the machine's conditions from NVML. Without NVML, they state the reason why nothing was
-read."""
+"""Reports state the conditions of the machine, which the verifier reads from NVML. Without NVML, a report
+states why nothing was read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REASONS = {
 
 
 class FakeNvml(ModuleType):
-    """A fake NVML: a GPU whose clock falls, on a machine that withholds the GPU's temperature."""
+    """A fake NVML module. The clock of its GPU falls, and the temperature of its GPU is unavailable."""
 
     class NVMLError(Exception):
         pass

@@ -1,5 +1,5 @@
-"""Tests of interleaved sessions: which arms take part, how arms fail without harm to others, and what is
-reported."""
+"""Tests of interleaved sessions: which arms take part, what is reported, and that a failed arm does not harm
+the other arms."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Toy(Stage):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the CUDA functions that a stage calls. Every call takes a millisecond by the fake clock."""
+    """Replace the CUDA functions that a stage calls. On the fake clock, every call takes a millisecond."""
     sizes = itertools.count(1000, 100)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -132,7 +132,7 @@ def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
 def test_an_arm_that_answers_something_else_fails_unless_it_is_the_anchor(error: float, reason: str) -> None:
     class Stage(Toy):
         def enter(self, arm: str) -> PreparedArm:
-            right = {"y": {"relative": 0.0043, "yardsticks": 2000.0}}  # rounded twice instead of kept in fp32
+            right = {"y": {"relative": 0.0043, "yardsticks": 2000.0}}  # y rounded twice, not kept in fp32
             wrong = {"z": {"relative": error, "yardsticks": 1.0}} if arm == "wrong" else {}
             return super().enter(arm)._replace(losses=right | wrong)
 
@@ -146,8 +146,8 @@ def test_an_arm_that_answers_something_else_fails_unless_it_is_the_anchor(error:
 
 @pytest.mark.usefixtures("device")
 def test_an_arm_finds_what_others_do_not_hold_with_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuTeDSL and FlashInfer allocate memory from the driver. So PyTorch must return its unused memory to the
-    driver before each arm."""
+    """CuTeDSL and FlashInfer allocate memory directly from the driver, not from PyTorch. So PyTorch must
+    return its unused memory to the driver before each arm is prepared."""
     said: list[str] = []
     stage = Toy()
     usual = stage.enter
@@ -198,7 +198,7 @@ def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest
 
 @pytest.mark.usefixtures("device")
 def test_slow_arms_have_rounds_enough_for_swinging_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round of twelve arms takes 0.2 s if each arm takes 17 ms."""
+    """A simulated round takes 0.2 s, as long as twelve arms of 17 ms each."""
     usual, done = Clock.turn, []
 
     def turn(self: Clock) -> tuple[float, ...]:
@@ -239,7 +239,7 @@ def test_who_leaves_the_clock_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
         return usual(arms, rounds, **more)
 
     monkeypatch.setattr(contests, "timed", crowded)
-    monkeypatch.setattr(contests, "_peak", lambda call, before: len(kept))  # the last arm holds the most
+    monkeypatch.setattr(contests, "_peak", lambda call, before: len(kept))  # later arms hold more
     found = contests.run_interleaved(Stage, ("anchor", "one", "two", "three"), "anchor", 12)
     assert raced == [{"anchor", "one", "two", "three"}, {"anchor", "one", "two"}, {"anchor", "one"}]
     assert list(found["arms"]) == ["anchor", "one"]
@@ -279,7 +279,7 @@ def test_a_compiler_that_is_silent_is_heard_of(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(contests, "report", report)
     monkeypatch.setattr(contests, "BEAT", 0.001)
     contests.run_interleaved(Stage, ("one", "slow"), "one", 12)
-    assert heard[0] == contests.PREPARING and heard[-1] == contests.TIMING  # timing is not reported
+    assert heard[0] == contests.PREPARING and heard[-1] == contests.TIMING  # no heartbeat during timing
 
 
 @pytest.mark.usefixtures("device")
@@ -308,7 +308,7 @@ def test_an_error_of_the_device_is_no_arms_answer(monkeypatch: pytest.MonkeyPatc
 def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the next arm would be blamed for the error and left out of the row."""
+    """If the session went on, the next arm would be blamed for the broken device and left out of the row."""
     words, heard, broken = "Triton Error [CUDA]: an illegal memory access was encountered", list[str](), False
     assert not cuda_error(words)
 
@@ -361,7 +361,7 @@ def tried(number: int) -> bool:
 
 
 class Untuned:
-    """A session's arms that need nothing compiled or tuned ahead of time."""
+    """A session whose arms need nothing compiled or tuned ahead of time."""
 
     def compiles(self) -> Iterator[Callable[[], list[Job]]]:
         yield from ()
@@ -372,7 +372,7 @@ class Untuned:
 
 def test_what_sessions_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that two rows need runs once. If an arm cannot name its jobs, the failure is reported and the
-    other jobs run."""
+    other jobs still run."""
     said, asked = list[str](), list[list[bool]]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr(
@@ -397,8 +397,8 @@ def test_what_sessions_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
 
 
 def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arms are tuned one after the other, each with all of the memory. A failed tuning stops nothing, unless
-    the device no longer works."""
+    """Arms are tuned one after the other. Each tuning has all of the memory. A failed tuning does not stop
+    the other tunings, unless the device no longer works."""
     said, done = list[str](), list[str]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr(contests, "_release", lambda: done.append("room"))

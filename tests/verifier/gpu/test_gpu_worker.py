@@ -1,5 +1,5 @@
-"""A worker process contains the failures of GPU work. These tests use real workers that crash, hang, forge
-answers and leave orphans."""
+"""Failures of GPU work harm only the worker process that does the work. These tests use real workers that
+crash, hang, forge answers and leave orphans."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_our_own_bug_is_an_exception_with_its_traceback(worker: Worker) -> None:
 
 
 def test_no_kernel_is_blamed_for_a_worker_that_died_before_it_was_asked(worker: Worker) -> None:
-    """A worker can die while it waits for a task, or of a failed import. The task may come before or after
-    the failed import."""
+    """Three workers die. One is killed while it waits for a task; the other two fail to import a module. Of
+    these two, one receives its task before the import fails, the other afterwards."""
     os.kill(worker._process.pid, signal.SIGKILL)
     assert gone(worker._process.pid)
     with pytest.raises(WorkerError, match="before its first task"):
@@ -137,7 +137,8 @@ def test_no_kernel_is_blamed_for_a_worker_that_died_before_it_was_asked(worker: 
 def test_a_library_that_does_not_load_ahead_costs_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arm that needs the library reports the failure instead."""
+    """The worker still runs its tasks. The arm that needs the library reports that the library does not
+    load."""
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "__init__.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
@@ -209,8 +210,8 @@ def test_a_sanitizer_s_summary_decides(
 def test_a_sanitizer_has_the_word_where_a_kernel_breaks_its_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str, words: str
 ) -> None:
-    """The sanitizer ends a kernel that goes astray, so the task fails. The sanitizer's report comes only when
-    the process ends."""
+    """The sanitizer ends a kernel that makes an illegal access, so the task fails first. The sanitizer
+    reports only when the process ends."""
     stand_in(tmp_path, monkeypatch, report, 1)
     with pytest.raises(Failed, match=words) as failed:
         errors("memcheck", tasks.cuda_error, "CUDA error: unspecified launch failure")

@@ -1,6 +1,7 @@
-"""A proved run detects forbidden uses of memory by guard bands, poisoned outputs and workspaces, and repeats.
+"""The GPU checks detect forbidden uses of memory. They use guard bands, poisoned outputs and workspaces, and
+repeated runs.
 
-The kernels here are PyTorch on a CPU. All other code is the code that runs on a GPU.
+Here the kernels are PyTorch functions on a CPU. All other code is the code that runs on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from coda_agent.verifier.spec.model import Spec
 __all__ = ["on_a_cpu"]  # an autouse fixture, which applies to this module too
 
 Tensors = Mapping[str, Tensor]
-BETWEEN = 16  # bytes in the middle of the workspace that one kernel leaves for the next
+BETWEEN = 16  # size in bytes of the middle of the workspace, where a kernel leaves data for the next
 
 
 @dataclass
@@ -61,7 +62,7 @@ def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch:
 
 
 def past(tensor: Tensor, by: int = 1) -> Tensor:
-    """Return the ``by`` elements that follow a tensor's last element."""
+    """Return a tensor of the next ``by`` elements in memory after the last element of ``tensor``."""
     return tensor.as_strided((by,), (1,), tensor.storage_offset() + tensor.numel())
 
 

@@ -1,8 +1,8 @@
-"""Timed calls must do the verified work. Fingerprints are compared, and outputs are poisoned before each
-call.
+"""Timed calls must do the verified work. To ensure this, the benchmark compares fingerprints of tensors, and
+poisons the outputs before each call.
 
-The kernels here are PyTorch on a CPU, and the clock is simulated. All other code is the code that runs on a
-GPU.
+Here the kernels are PyTorch functions on a CPU, and the clock is simulated. All other code is the code that
+runs on a GPU.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ def changed(tensor: Tensor, change: Callable[[Tensor], object]) -> bool:
 
 
 def three_in_a_row(bits: Tensor) -> None:
-    """Change neither the sum of the words nor their sum weighted by position."""
+    """Change three words so that neither the sum of all words nor their sum weighted by position changes."""
     bits[100] += 1
     bits[101] -= 2
     bits[102] += 1
 
 
 def swapped(bits: Tensor) -> None:
-    """Change neither the sum of the words nor their sum weighted by position modulo 65521."""
+    """Swap two words so that neither the sum of all words nor their sum weighted by position modulo 65521
+    changes."""
     bits[[7, 7 + 65521]] = bits[[7 + 65521, 7]]
 
 
@@ -76,7 +77,7 @@ def test_one_bit_anywhere_is_found(
 ) -> None:
     monkeypatch.setattr(
         coda_agent.verifier.gpu.fingerprint, "BLOCK", 5
-    )  # in words, so that there are several blocks and the last is short
+    )  # five words, so that a tensor has several blocks and the last is short
     tensor = drawn(dtype, *shape)
     for byte in tensor.view(-1).view(torch.uint8):
         assert changed(tensor, lambda _, byte=byte: byte.bitwise_xor_(1))  # type: ignore[misc]
@@ -180,7 +181,7 @@ LONG = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def sets_of(plan: CpuPlan, count: int = 2) -> _Sets:
-    """Return sets as ``_Sets.drawn`` makes them, without the error gate."""
+    """Return sets of inputs like those of ``_Sets.drawn``, but skip the error gate."""
     job = KernelCase(plan.spec, KernelSource(plan.program), "tiny", SIZES)
     sets = _Sets(job, cast(Plan, plan), [], [], [], [], [])
     for seed in range(count):
@@ -232,7 +233,7 @@ def test_a_kernel_that_keeps_what_looks_right_is_another_output() -> None:
     sets = sets_of(plan)
     for inputs, outputs in zip(sets.inputs, sets.outputs, strict=True):
         plan.run(inputs, outputs)
-    sets.compare()  # an earlier call left the correct values there
+    sets.compare()  # passes: the run above left correct values
     race([sets.candidate("candidate")])
     with pytest.raises(Failed, match=r"case tiny: output\(s\) s of timed calls differ") as failed:
         sets.compare()
@@ -298,7 +299,7 @@ def test_an_update_keeps_its_buffer_and_is_compared_on_inputs_drawn_again() -> N
         {n: t.clone() for n, t in {**i, **o}.items()} for i, o in zip(sets.inputs, sets.outputs, strict=True)
     ]
     arm.before()
-    assert bool((plan.workspace.view(torch.float32) > 0).all())  # nothing else is overwritten
+    assert bool((plan.workspace.view(torch.float32) > 0).all())  # only the workspace is overwritten
     for each, *now in zip(before, sets.inputs, sets.outputs, strict=True):
         assert all(torch.equal(each[n], t) for tensors in now for n, t in tensors.items())
     race([arm])

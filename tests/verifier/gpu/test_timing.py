@@ -95,7 +95,7 @@ def test_warm_up_lasts_as_long_as_asked_after_the_first_round(seconds: float, ro
 
 @pytest.mark.parametrize(("longest", "rounds"), [(0.5, FEWEST), (7.0, 22), (60.0, 30)])
 def test_long_kernels_get_fewer_rounds(longest: float, rounds: int) -> None:
-    # A round takes 0.33 s, so 21 rounds end before 7 s have passed.
+    # A round takes 0.33 s. So round 21 ends before 7 s have passed, and round 22 ends later.
     assert len(run(SimulatedClock(), longest=longest, warmup_seconds=0.0)) == 1 + rounds
 
 
@@ -119,7 +119,7 @@ class AsynchronousClock(SimulatedClock):
 
 
 def test_work_left_by_the_first_round_is_not_counted_as_warm_up() -> None:
-    """A first call that compiles may also tune, and so leave the device busy for a long time."""
+    """If the first call compiles, it may also tune. Tuning may leave the device busy for a long time."""
     clock, left = AsynchronousClock(), iter([60.0])
 
     def call() -> None:
@@ -181,7 +181,8 @@ def test_host_time_waits_outside_its_region() -> None:
 
 
 def noisy(generator: random.Random, seconds: float, n: int = 30) -> list[float]:
-    """Return kernel times as measured on a GPU: a spread of 0.5%, and 3% of the times are longer by half."""
+    """Return random kernel times like those measured on a GPU: they spread by 0.5%, and 3% of them are 50%
+    longer."""
     return [seconds * generator.gauss(1, 0.005) * (1.5 if generator.random() < 0.03 else 1) for _ in range(n)]
 
 
@@ -193,7 +194,7 @@ def test_intervals_cover_equal_arms_and_are_not_vacuous() -> None:
         sum(i.bootstrap[0] <= 1 <= i.bootstrap[1] for i in found),
         sum(i.student[0] <= 1 <= i.student[1] for i in found),
     ):
-        assert covered >= 52  # of 60 at 95%; fewer than 52 has a probability of 0.3%
+        assert covered >= 52  # of 60 intervals at 95%; fewer than 52 would have a probability of 0.3%
     assert sum(i.student[0] <= 1 <= i.student[1] for i in found) < 60
     assert sum(i.high - i.low for i in found) / 60 < 0.015
 
@@ -247,15 +248,15 @@ def test_ratio_is_reproducible_exact_and_serialises() -> None:
 
 
 def process(generator: random.Random, speedup: float, spread: float) -> tuple[list[float], list[float]]:
-    """Return both arms' times in one process. The ratio in this process differs from ``speedup`` by
-    ``spread``."""
+    """Return both arms' times in one process. The logarithm of their ratio is random, with mean
+    log(``speedup``) and standard deviation ``spread``."""
     own = speedup * math.exp(generator.gauss(0, spread))
     return noisy(generator, 2e-3 * own, 12), noisy(generator, 2e-3, 12)
 
 
 def test_processes_are_the_sample_not_their_rounds() -> None:
-    """The rounds of one process agree with each other, but all of them may be wrong. Only intervals over
-    processes cover the truth."""
+    """The rounds of one process agree with each other, but all of them may be wrong in the same way. Only
+    intervals over several processes cover the true ratio."""
     generator = random.Random(3)
     covered = within = 0
     for seed in range(60):

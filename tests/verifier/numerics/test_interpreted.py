@@ -1,5 +1,5 @@
-"""Runs of the interpret gate: fresh inputs and sizes, honest kernels, and kernels whose mathematics is almost
-right."""
+"""Tests of the interpret gate's runs: they draw new inputs and sizes, pass honest kernels, and fail kernels
+whose mathematics is almost right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spec_of(name: str) -> Spec:
 
 
 def faults(spec: Spec, source: str, run: InputSettings) -> dict[str, set[str]]:
-    """Return the names of the outputs that fail, by the kind of judgement."""
+    """Return the names of the outputs that fail, for each way in which outputs are judged."""
     found = Comparison.of(spec, run).errors(program_of(spec, source))
     return {how: {e.name for e in errors if not e.passed} for how, errors in found}
 
@@ -129,8 +129,8 @@ def gemm_swiglu_mlp(x, w_gate_up, w_down):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_matmul_reads_is_judged_unrounded_too(seed: int) -> None:
-    """If act were judged only as stored in 16 bits, rounding would hide a wrong tail. The matmul still reads
-    the rounded act."""
+    """If the gate judged act only as stored in 16 bits, rounding would hide a wrong tail. The matmul reads
+    the rounded act in any case."""
     spec, run = spec_of("gemm_swiglu_mlp"), InputSettings({"M": 200, "D": 88, "F": 112}, "tails", seed)
     assert faults(spec, MLP, run) == {STORED: set(), "not rounded": set()}
     cut = MLP.replace("silu(gate)", "where(gate < -7, gate * 0, silu(gate))")
@@ -181,8 +181,8 @@ def test_what_clamps_values_of_a_trained_models_residual_stream_is_seen(seed: in
 def test_where_one_value_outweighs_a_row_the_worst_element_may_be_far_off(
     sizes: dict[str, int], seed: int
 ) -> None:
-    """In these two of 9000 draws, the worst element of an honest kernel was 12 and 16 times as far off as the
-    yardstick's."""
+    """These are two of 9000 draws. In them, the error of an honest kernel's worst element was 12 and 16 times
+    the error of the yardstick's worst element."""
     spec, source = spec_of("gemm_swiglu_bwd"), (KERNELS / "gemm_swiglu_bwd.py").read_text()
     assert faults(spec, source, InputSettings(sizes, "spikes", seed)) == {STORED: set(), "not rounded": set()}
 
@@ -238,8 +238,8 @@ def test_a_failure_can_be_had_again(tmp_path) -> None:
 def test_a_truth_that_is_zero_by_cancellation_alone_is_not_judged(
     tmp_path: Path, family: str, left: set[str], scale: float
 ) -> None:
-    """Below 1e-8, z - tanh(z) is zero in fp64, although z**3 / 3 is correct. If z is zero, the truth is
-    really zero."""
+    """For z below 1e-8, fp64 gives zero for z - tanh(z), although the exact value is about z**3 / 3. If z
+    itself is zero, the exact value is zero too."""
     spec = activation(tmp_path, "z - tanh(z)")
     run = InputSettings({"M": 24, "D": 16, "F": 16}, family, 0)
     drawn = draw(spec, run.sizes, 0)

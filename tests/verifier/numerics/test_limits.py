@@ -45,7 +45,7 @@ def spec() -> Spec:
 
 @contextmanager
 def allowed() -> Iterator[list[ErrorLimits]]:
-    """Yield a list, to which each comparison in the ``with`` block appends its limits."""
+    """Yield a list. Each comparison in the ``with`` block appends its limits to this list."""
     found: list[ErrorLimits] = []
     compare = error_gate.compare
 

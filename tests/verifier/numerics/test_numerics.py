@@ -31,13 +31,13 @@ Gemm = Callable[[Tensor, Tensor], Tensor]
 
 
 def at(spec: Spec, m: int, k: int, n: int) -> dict[str, int]:
-    """Return sizes by dim. All three specs declare their dims in this order: rows, inner or model width,
-    columns."""
+    """Return sizes by dim. All three specs declare three dims in this order: the rows, the inner dim or model
+    width, and the columns."""
     return dict(zip(spec.dims, (m, k, n), strict=True))
 
 
 def tensor_core(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply with fp32 accumulation in order, 16 of K at a time."""
+    """Multiply with fp32 accumulation: add the products of 16 elements of K at a time, in order."""
     total = torch.zeros(a.shape[0], b.shape[1])
     for k in range(0, a.shape[1], 16):
         total += a[:, k : k + 16].float() @ b[k : k + 16].float()
@@ -45,7 +45,7 @@ def tensor_core(a: Tensor, b: Tensor) -> Tensor:
 
 
 def bf16_partials(a: Tensor, b: Tensor) -> Tensor:
-    """A cheat: partial sums over K kept in bf16."""
+    """A cheat: the partial sums over K are kept in bf16."""
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
     for k in range(0, a.shape[1], 64):
         total += (a[:, k : k + 64].float() @ b[k : k + 64].float()).bfloat16()
@@ -53,7 +53,7 @@ def bf16_partials(a: Tensor, b: Tensor) -> Tensor:
 
 
 def without_first(a: Tensor, b: Tensor) -> Tensor:
-    """A cheat: one element of K dropped."""
+    """A cheat: the first element of K is dropped."""
     return tensor_core(a[:, 1:], b[1:])
 
 
@@ -74,8 +74,8 @@ def sums(t: Tensor) -> Tensor:
 
 
 def kernel(name: str, i: Outputs, gemm: Gemm = tensor_core) -> Outputs:
-    """Compute a spec's outputs as an honest kernel would, without the references: fp32 inside, each output
-    rounded once."""
+    """Compute a spec's outputs as an honest kernel would: in fp32, with each output rounded once. No code of
+    the references is used."""
     f = {key: value.float() for key, value in i.items()}
     if name == NORM:
         h = f["x"] + gemm(i["y"], i["w"].mT)
@@ -203,8 +203,8 @@ def test_honest_kernels_pass(name, mkn):
 
 
 def test_independent_rounding_of_the_same_quality_passes():
-    """The errors here are as large as the yardstick's but independent of them, as if operands were rounded at
-    other places."""
+    """The errors here are as large as the yardstick's errors but independent of them, as if the kernel
+    rounded in other places than the yardstick."""
     generator = torch.Generator().manual_seed(0)
     for m, n in [(8, 8), (64, 80), (128, 8), (300, 400)]:
         for _ in range(20):
@@ -352,7 +352,7 @@ def test_what_overflows_in_the_reference_too_is_excused_and_nothing_else():
     assert wrong() == (1, (7, 3))
     yard[7, 9] = math.inf  # overflows in fp32, although the truth is finite
     assert wrong()[0] == 0
-    got[7, 4] = math.nan  # one more than the yardstick has in this row
+    got[7, 4] = math.nan  # a second wrong value; the yardstick has one in this row
     assert wrong() == (2, (7, 3))
     got[7, 4], got[8, 0] = 3.0, math.nan  # another row
     assert wrong() == (1, (8, 0))
@@ -409,7 +409,7 @@ def test_a_missing_eps_fails_where_eps_decides():
         bench = Bench(NORM, at(SPECS[NORM], 200, 128, 256), family=family)
         got = kernel(NORM, bench.inputs)
         rstd = torch.rsqrt(bench.truth["h"].square().mean(-1)).float()
-        # The other families have rows near sqrt(eps), or an exact sum of squares.
+        # Only the other families show the error: they have rows near sqrt(eps), or exact sums of squares.
         decides = family not in ("normal", "positive", "large", "huge")
         assert set(bench.faults({**got, "rstd": rstd})) == ({"rstd"} if decides else set()), family
 
@@ -443,8 +443,8 @@ def test_ratios_against_plain_arithmetic(benches):
 
 
 def test_the_worst_tile_is_the_one_that_exceeds_its_slack_most():
-    """The ratio of a tile with few elements scatters more. Even if this ratio is the largest, it must not
-    hide the ratio of a full tile."""
+    """The error ratio of a tile with few elements scatters more than that of a full tile. Even if a small
+    tile has the largest ratio, this ratio must not hide a full tile that exceeds its limit."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(129, 256, generator=generator, dtype=torch.float64)
     error = 2.0**-9 * torch.rand(129, 256, generator=generator, dtype=torch.float64)
@@ -604,8 +604,8 @@ def test_exactness_wants_bits_to_spare():
 
 
 def test_a_single_value_is_not_refused_by_luck():
-    """For a single element, the yardstick's error may happen to be far smaller than usual. The correct value
-    passes, and a wrong value fails."""
+    """If an output has a single element, the yardstick's error may happen to be far smaller than usual. Even
+    then the correct value passes, and a wrong value fails."""
     spec = SPECS[BACKWARD]
     for seed in range(40):
         bench = Bench(BACKWARD, at(spec, 1, 128, 136), seed)
@@ -614,7 +614,7 @@ def test_a_single_value_is_not_refused_by_luck():
         assert set(bench.faults({**got, "s": got["s"] * -1})) == {"s"}
 
 
-# --- specs fit to judge by --------------------------------------------------------------------------
+# --- specs reject every mutant ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -126,7 +126,7 @@ def test_each_octave_up_to_the_largest_case_has_sizes_that_no_case_has(name: str
         cases = {case.sizes[dim] for case in spec.cases}
         found = [sizes[dim] for d, sizes in drawn if d == dim]
         assert not cases & set(found) and max(found) < max(cases)
-        # At least four heads make 256 columns; with 256 columns, at most 8192 rows are allowed.
+        # Four heads or more have at least 256 columns; with 256 columns, at most 8192 rows are allowed.
         most = 8191 if "qk" in name and dim == "M" else max(cases)
         whole = [power for power in range(6, 20) if 2 ** (power + 1) <= most]
         for octave in (range(2**power, 2 ** (power + 1)) for power in whole):

@@ -102,7 +102,7 @@ def test_good_functions(tmp_path: Path, no_compiler: None) -> None:
     assert [g.gate for g in found.gates] == ["form", "interpret", "compile"]
     assert found.identity.raw and found.unmeasured == proposal_gates.UNMEASURED
     assert set(found.gates[1].figures["worst_rms_ratio"]) == set(FAMILIES)
-    assert "softsign" not in OPERATIONS  # not registered outside the frame
+    assert "softsign" not in OPERATIONS  # it is registered only in the frame
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_is_refused(
     ],
 )
 def test_what_cannot_be_computed_is_refused(statement: str, words: str) -> None:
-    """Otherwise a function with unknown values would count as checked."""
+    """If such a function were not refused, it would count as checked although its values are unknown."""
     source = f'def softsign(x: Any) -> Any:\n    """Page."""\n    {statement}\n'
     with pytest.raises(RawError, match=re.escape(f"{words}: this cannot be computed without a GPU")) as found:
         arithmetic.answer(source, "softsign", 1, [(False, [torch.ones(4)])])
@@ -172,8 +172,8 @@ def test_what_cannot_be_computed_is_refused(statement: str, words: str) -> None:
 def test_what_cannot_be_computed_is_refused_with_its_line_and_what_can_be(
     tmp_path: Path, no_compiler: None
 ) -> None:
-    """The unknown function is in a helper and follows another call that has returned. The author's prompt
-    lists the known functions."""
+    """A helper calls the unknown function, after another call has returned; the error names the helper's
+    line. The author's prompt lists the known functions."""
     unknown = FAST.replace("cute.arch.rcp_approx(weight)", "cute.math.absf(weight)")
     unknown = unknown.replace("return x *", "y = magnitude(x)\n    return y *")
     source = CONSTANT + EXACT + unknown
@@ -239,7 +239,7 @@ def test_ulps_are_the_owners(tmp_path: Path) -> None:
     assert errors_of(made.model_copy(update={"ulps": off + 1}), spec, inputs, outputs, "here")["ulps"] == off
 
 
-# the GPU's gates, with a stand-in for the plan
+# the gates that need a GPU, with a stand-in for the plan
 
 
 @dataclass
@@ -329,7 +329,8 @@ def test_a_device_module_that_an_edit_does_not_name_is_no_part_of_it(
 
 
 def test_the_frame_calls_the_fast_function_where_there_is_one(tmp_path: Path) -> None:
-    """Both texts have the same program, so the cache of lowering must distinguish them."""
+    """The fast and the exact text have the same program, so the cache of lowering must tell the texts
+    apart."""
     made, spec = proposed(tmp_path)
     fast, exact = (made.framed(spec, GOOD, fast) for fast in (True, False))
     called = [f"{made.name}_fast(" in text.partition("\nclass ")[2] for text in (fast, exact)]
@@ -337,11 +338,11 @@ def test_the_frame_calls_the_fast_function_where_there_is_one(tmp_path: Path) ->
 
 
 def test_the_frame_compiles_and_refuses_what_is_no_arithmetic(tmp_path: Path) -> None:
-    """The compiler here is the real compiler, in confinement."""
+    """This test runs the real compiler, in confinement."""
     made, spec = proposed(tmp_path)
     raw = made.framed(spec, GOOD, True)
     resources = report(KernelSource(made.program(spec), edited=raw), SIZES, PROBES[:1])
     assert len(resources) == 1 and not any(r.spill_loads for r in resources)
     assert KernelSource(made.program(spec), edited=raw).lowered.edited
-    found = verdict((made, spec), f"{GOOD}    return open('/etc/passwd')\n")  # after the computed return
+    found = verdict((made, spec), f"{GOOD}    return open('/etc/passwd')\n")  # never reached
     assert isinstance(found, Rejected) and (found.gate, found.code) == ("compile", "language"), found

@@ -1,4 +1,5 @@
-"""The jail under many hostile sources and on systems that lack layers, and compilers that run wild."""
+"""Tests of the jail with many hostile sources and on systems that lack some of its layers, and tests of
+compilers that hang, crash or flood."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_hostile_sources_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pyt
         before = resident_bytes()
         run(RUNS)
         assert resident_bytes() - before < RUNS * LEAK
-    assert ended == {Traced, Rejected}  # if the jail contains an attack, the source is traced
+    assert ended == {Traced, Rejected}  # a source is traced if its attack has no effect
 
 
 def test_no_hostile_source_is_another() -> None:
@@ -132,8 +133,8 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Return a function that puts a script in the compiler's place. The function returns the file to which
-    the script writes the ids of its processes."""
+    """Return a function that replaces the compiler by a script. The function returns the file to which the
+    script writes the ids of its processes."""
     script, pids = tmp_path / "python", tmp_path / "pids"
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
@@ -153,7 +154,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     [
         ("time.sleep(600)", "did not finish in 1 s"),
         ("x = bytearray(1 << 30)", "exceeded 0.25 GB of memory: .*MemoryError"),
-        ("os.abort()", "died with status -6"),  # while a child holds the output
+        ("os.abort()", "died with status -6"),  # while a child keeps the output pipe open
         ("sys.stderr.write('x' * (1 << 22) + 'the reason'); sys.exit(3)", "x the reason|xthe reason"),
     ],
     ids=["hangs", "allocates", "crashes", "floods"],
@@ -206,7 +207,8 @@ def test_a_compiler_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_child_whose_parent_died_before_it_began_runs_nothing() -> None:
-    """No signal reaches such a child. Instead, the child finds that its parent is another process."""
+    """The parent's death sends no signal to such a child. Instead, the child finds that it has another
+    parent."""
     command = [sys.executable, "-I", "-S", subprocesses.__file__, "0", "/bin/echo", "ran"]
     done = subprocess.run(command, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, b"")

@@ -88,8 +88,8 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Assert that no test below leaves a process, descriptor or file. Some thirty of these tests are
-    hostile."""
+    """Assert that no test below leaves a process, descriptor or file behind. Some thirty of these tests
+    attack the jail."""
     with nothing_left(tmp_path, monkeypatch):
         yield
 
@@ -303,8 +303,8 @@ def test_cpu_time_is_limited_where_wall_time_is_not(bare: Bare) -> None:
 
 
 def test_the_whole_group_dies_with_the_child(bare: Bare) -> None:
-    """Without seccomp, a child that root runs can fork. Processes that it leaves in its process group are
-    killed."""
+    """Without seccomp, a jailed child of root can fork. All processes in the child's process group are killed
+    with the child."""
     source = """
 import os, time
 try:
@@ -334,7 +334,7 @@ def test_the_child_dies_with_its_parent() -> None:
             assert alive(jailed)
         finally:
             parent.kill()
-    assert eventually(lambda: not alive(jailed), 1.0)  # the limit on CPU time would take 3 s
+    assert eventually(lambda: not alive(jailed), 1.0)  # the limit on CPU time would kill it after 3 s
 
 
 def _jailed_child(parent: int) -> int:

@@ -1,4 +1,4 @@
-"""The language check: which kernel files pass, and which errors the authors of other files read."""
+"""The language check: which kernel files pass, and which errors it gives for other files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_honest_files_pass(source: str) -> None:
         ("a__b = 1", "contain __"),
         ("a\uff3f\uff3fb = 1", "'a__b'"),  # NFKC turns fullwidth low lines into _
         ("a = ().__\u217dlass__", "letters beyond ASCII"),  # NFKC turns this Roman numeral into c
-        ("a = \U0001d452val('1')", "letters beyond ASCII"),  # NFKC turns it into eval
+        ("a = \U0001d452val('1')", "letters beyond ASCII"),  # NFKC turns this name into eval
         ("a = \uff47\uff45\uff4d\uff4d(x, w)", "letters beyond ASCII"),  # fullwidth; NFKC turns it into gemm
         ("a = x.\uff4dT", "letters beyond ASCII"),
         ("\U0001d41a = x", "letters beyond ASCII"),  # a bold a
@@ -197,7 +197,7 @@ def test_whole_files_are_refused_cleanly(source: str, code: str, line: int | Non
 
 
 def test_no_kind_of_syntax_is_allowed_by_accident() -> None:
-    """Grammar that a newer Python adds is refused until someone lists it."""
+    """If a newer Python adds syntax, the check refuses this syntax until someone adds it to the check."""
     visitors = language._KernelChecker(ast.parse(""), frozenset())._visitors
     reached = {k.__name__ for k in [*visitors, *language._PLAIN] if issubclass(k, ast.stmt | ast.expr)}
     statements = {"ImportFrom", "FunctionDef", "Assign", "AugAssign", "Expr", "For", "Return", "Pass"}

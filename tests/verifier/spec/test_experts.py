@@ -1,5 +1,5 @@
-"""Specs with one matrix per expert: mistakes are named with their lines, and rows are shared among experts in
-every way."""
+"""Specs with one matrix per expert: an error names the mistake and its line, and drawn inputs distribute rows
+among experts in every way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which parts of a product's columns a program can compute.
+"""Tests of which column ranges of a matrix product a program can compute.
 
-A program can separate halves of a weight, as checkpoints store them. To do so, it gathers the weight's rows
-by a product with computed ones and zeros. Other parts are ranges of columns, whose width must be static.
+If a weight consists of two halves, as checkpoints store it, a program can separate the halves. The program
+gathers the rows of each half: it multiplies a computed matrix of ones and zeros by the weight. All other
+column ranges must have a static width.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Specs load, solve for sizes and hash as they should, and every kind of mistake gives one message with its
-line."""
+"""Specs load, derive sizes from shapes, and hash as they should. Every kind of mistake gives one message with
+the line of the mistake."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ accept: {speedup: 1.1}
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Return a function that writes scaled.yaml, the good spec with ``old`` replaced by ``new``, and returns
-    its relative path."""
+    """Return a function that writes the spec ``GOOD``, with ``old`` replaced by ``new``, to scaled.yaml. The
+    function returns the file's relative path."""
     monkeypatch.chdir(tmp_path)
     return partial(write_changed, Path("scaled.yaml"), GOOD)
 
@@ -230,7 +230,7 @@ def test_dims_solve_through_one_another(write):
     path = write("[2*N, K]", "[N*K + N, K]")
     shapes = {"a": (8, 16), "b": (51, 16), "scale": (8,), "old": (8, 6)}
     assert load(path, check=False).solve(shapes) == {"M": 8, "K": 16, "N": 3}
-    squared = load(write("[2*N, K]", "[N*N, K]"), check=False)  # N follows from old; b is only checked
+    squared = load(write("[2*N, K]", "[N*N, K]"), check=False)  # N follows from the input old
     assert squared.solve(shapes | {"b": (9, 16)}) == {"M": 8, "K": 16, "N": 3}
     path.write_text(GOOD.replace("2*N", "N*N"))
     assert "dim 'N' follows from no input's shape" in fails(path, check=False)

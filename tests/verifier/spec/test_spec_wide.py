@@ -48,14 +48,15 @@ cases:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Return a function that writes wide.yaml, the spec above with ``old`` replaced by ``new``, and returns
-    its relative path."""
+    """Return a function that writes the spec ``WIDE``, with ``old`` replaced by ``new``, to wide.yaml. The
+    function returns the file's relative path."""
     monkeypatch.chdir(tmp_path)
     return partial(write_changed, Path("wide.yaml"), WIDE)
 
 
 def test_what_a_processor_s_kernel_lacks_is_no_mistake_of_the_baseline_s(write, monkeypatch):
-    """On some processors oneDNN has a scaled product, which accepts fewer scales than the GPU's."""
+    """On some CPUs, oneDNN provides a scaled matmul that accepts fewer kinds of scales than a GPU's. Its
+    refusal must not make the spec's baseline invalid."""
 
     def lacking(*_: object, **__: object) -> None:
         raise RuntimeError('Linear.cpp":516, INTERNAL ASSERT FAILED: only scalar scales, please report a bug')
@@ -272,7 +273,7 @@ LEAN = {
 def test_blocks_count_what_is_made_on_the_way():
     spec = Spec.model_validate(LEAN)
     row, rows = reference._rows(spec, spec.cases[0].sizes)
-    assert row == ("M", False) and rows == 256  # six times 348 rows of fp64 logits fill 2 GiB
+    assert row == ("M", False) and rows == 256  # in six fp64 tensors, 348 rows fill 2 GiB; 2 * 128 rows fit
     for fits in ({"M": 16384, "D": 8, "V": 1000}, {"M": 256, "D": 8, "V": 128256}):
         assert reference._rows(spec, fits) is None
 

@@ -2,8 +2,8 @@
 kernel pass.
 
 The truth is PyTorch's own layers and autograd in fp64. Some inputs are statistics, which are drawn at random.
-A truth may first replace them by the statistics of a forward pass; otherwise a deferred norm does not equal
-the norm.
+A truth may first replace these random values by the statistics of a forward pass, because a deferred norm
+equals the norm only with true statistics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRUTHS: dict[str, Truth] = {}
 
 
 def truth(*names: str) -> Callable[[Truth], Truth]:
-    """Register a function that computes these specs by other means."""
+    """Register a function that computes the outputs of these specs without their references."""
 
     def register(function: Truth) -> Truth:
         TRUTHS.update(dict.fromkeys((f"gemm_{name}" for name in names), function))
@@ -68,7 +68,8 @@ def halves(t: Tensor) -> tuple[Tensor, ...]:
 
 
 def rotated(t: Tensor, turn: Tensor) -> Tensor:
-    """Take adjacent columns as complex numbers, [M, H*P], and multiply each head's by ``turn`` [M, P]."""
+    """Read pairs of adjacent columns as complex numbers [M, H*P]. Multiply the numbers of each head by
+    ``turn`` [M, P]."""
     return torch.view_as_real(torch.view_as_complex(t.unflatten(1, (-1, turn.shape[1], 2))) * turn[:, None])
 
 
@@ -365,7 +366,7 @@ def test_reference_and_baseline_are_the_layer(name):
     if "target" in inputs:
         inputs["target"][3] = -100
     expected = TRUTHS[name](inputs)
-    narrow = "_scaled_mm", "grouped_mm"  # these take no fp64
+    narrow = "_scaled_mm", "grouped_mm"  # these operators do not accept fp64
     texts = [t for t in (spec.reference, spec.baseline) if t and not any(name in t for name in narrow)]
     for got in (reference.run(spec, inputs, sizes, text) for text in texts):
         for output, declared in spec.outputs.items():
@@ -424,7 +425,7 @@ def test_rows_can_be_cut_unless_the_matmul_sums_over_them(name):
 
 ROUNDED = "preact.bfloat16().float()[:, 0::2]"
 SLIPS = [
-    ("rope", "(H, P, 2)).unbind(-1)", "(H, 2, P)).unbind(2)"),  # halves of a head, not neighbours
+    ("rope", "(H, P, 2)).unbind(-1)", "(H, 2, P)).unbind(2)"),  # pairs from halves of a head
     ("rope", "even * cos - odd * sin", "even * cos + odd * sin"),
     ("rmsnorm_rope", " * rstd[:, None]", ""),
     ("qkv_rope", "(2 * (H + G) * P, 2 * G * P), 1)\n", "(2 * G * P, 2 * (H + G) * P), 1)[::-1]\n"),  # v first

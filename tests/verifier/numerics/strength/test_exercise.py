@@ -1,5 +1,5 @@
-"""Choices of a program: which nodes are choices, whether each side of a choice is needed, and which choices
-are refused."""
+"""Tests of the choices in a program: which nodes are choices, whether each side of a choice is needed, and
+which choices are refused."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ return {"y": where(t < 0.25, near, 1 - exp(0 - t))}"""
     [("z - tanh(z)", TANHSHRINK), ("tanhshrink(z)", TANHSHRINK), ("-torch.expm1(-exp(z))", CLOGLOG)],
 )
 def test_a_series_may_replace_a_form_that_cancels(tmp_path: Path, reference: str, body: str) -> None:
-    """The gate allows the cancelling form the error that larger values have, so no value needs the series."""
+    """For small values, the gate allows an error as large as for larger values. So the form that cancels
+    passes too, and no value needs a series. A kernel may still choose a series for small values."""
     spec = activation(tmp_path, reference)
     figures = interpreted(spec, kernel(spec, body))
     assert "where" in {choice["op"] for choice in figures["choices"]}

@@ -106,7 +106,7 @@ def test_wrong_choices_and_wrong_inputs() -> None:
     short = backward["'(d * hhat).sum(0)' without the last"].text
     assert "(d * hhat).narrow(0, 0, (d * hhat).shape[0] - 1).sum(0)" in short
     assert "dw rounded to bf16" not in named(spec_of("grad_accumulate"))  # dw is an input, read as it is
-    assert "act rounded to bf16" not in named(spec_of("swiglu_mlp"))  # its matmul reads act in bf16 anyway
+    assert "act rounded to bf16" not in named(spec_of("swiglu_mlp"))  # its matmul rounds act to bf16 anyway
 
 
 def test_only_a_spec_in_fp16_is_accumulated_in_it() -> None:
@@ -193,8 +193,8 @@ def test_gelus_other_form_is_seen_unrounded_only() -> None:
 
 
 def test_a_text_that_is_right_but_for_the_order_of_its_roundings_is_no_mutant() -> None:
-    """With the cap, no logit exceeds 30, so a sum of exponentials needs no maximum. Without the cap, the sum
-    overflows."""
+    """With the cap, no logit exceeds 30, so the sum of exponentials is right without a subtracted maximum.
+    Without the cap, the sum overflows."""
     name = "'logsumexp(logits, -1)' as 'log(exp(logits).sum(-1))'"
     capped, free = spec_of("softcap_cross_entropy"), spec_of("partial_cross_entropy")
     for spec in (capped, free):
@@ -219,8 +219,8 @@ def test_a_maximum_that_begins_at_zero_is_seen_where_all_is_far_below_it() -> No
 
 @pytest.mark.parametrize("seed", [4, 8])
 def test_the_ends_of_a_range_tell_comparisons_apart(seed: int) -> None:
-    """With these seeds, random targets contained no 0, so this mutant never differed and did not count.
-    Drawing both ends of the range makes the mutant differ."""
+    """With these seeds, purely random targets contain no 0, so this mutant would not differ from the
+    reference. Because both ends of the range are always drawn, the mutant differs."""
     spec = spec_of("partial_cross_entropy")
     (moved,) = [m for m in mutants(spec) if m.name == "'target >= 0' as 'target > 0'"]
     trial = MutationSample.of(spec, at(spec) | {"M": 300}, seed, "normal")
@@ -228,7 +228,8 @@ def test_the_ends_of_a_range_tell_comparisons_apart(seed: int) -> None:
 
 
 def test_a_text_that_says_the_same_is_no_mutant() -> None:
-    """At these sizes, heads have 32 columns, so a mean over H=32 columns is the original mean."""
+    """At these sizes, a head has 32 columns. So the mutant that takes a mean as if over H=32 columns computes
+    the original mean."""
     spec = spec_of("qk_norm_rope")
     names = [m.name for m in mutants(spec) if "as if over H=32" in m.name]  # P is 32 too
     assert names and not set(names) & set(weak_spots(spec, at(spec, H=3, P=16) | {"M": 64}))
