@@ -161,8 +161,8 @@ def _config(config: Config) -> str:
 
 
 def _sees(t: Timing) -> str:
-    """As text: the least difference in speed that the measurement could detect, for the arm where it is
-    largest."""
+    """Return the least difference in speed that the measurement could detect for each of its arms, as
+    text."""
     least = [r.detectable for r in t.ratios.values() if r.detectable is not None]
     return f"{max(least):.1%}" if least else ""
 

@@ -1,5 +1,5 @@
-"""Whole-stack mode: the last kernel of a layer also computes the next layer's first norm, except for the row
-scaling. This saves a pass over the residual stream.
+"""Implement whole-stack mode. In this mode the last kernel of a layer also computes the next layer's first
+norm, except for the row scaling. This saves a pass over the residual stream.
 
 The layer returns the residual stream. It attaches the begun norm (the norm without the row scaling) to the
 stream as an attribute. The next layer removes the attribute, and uses the begun norm if it was computed for

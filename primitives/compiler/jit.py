@@ -350,7 +350,7 @@ def _compile_vector(
 
 @contextmanager
 def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
-    """Within the ``with`` block, record how many stages each compiled mainloop has, that is, how it divides
+    """Record the number of stages of each mainloop that is compiled in the ``with`` block. The stages divide
     an SM's shared memory. No tool can read these numbers from a cubin."""
     gemm = device("mainloop").FusedGemm
     usual, seen = gemm._compute_stages, list[tuple[int, int, int]]()

@@ -44,8 +44,8 @@ def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -
 
 @contextmanager
 def ordered(schedule: Schedule) -> Iterator[None]:
-    """Within the ``with`` block, if ``schedule`` is ``split``, patch the waits of the kernel that QuACK
-    traces. Without the patch, a GEMM waits for the previous kernel on the stream before its first load. Each
+    """Patch the waits of the kernel that QuACK traces in the ``with`` block, if ``schedule`` is ``split``.
+    Without the patch, a GEMM waits for the previous kernel on the stream before its first load. Each
     block of the GEMM lets the next kernel start when the block has no more tiles. With the patch, the first
     launch waits for the previous kernel, and then lets the second launch start at once. In the second launch,
     a block without more tiles waits for the end of the first launch."""

@@ -196,8 +196,8 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Within the ``with`` block, make the line information of traced operations refer to the lowered code at
-    ``path``. An operation gets the innermost line of its call stack that is in this file."""
+    """Make the line information of operations that are traced in the ``with`` block refer to the lowered code
+    at ``path``. An operation gets the innermost line of its call stack that is in this file."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
 

@@ -61,7 +61,7 @@ class ErrorSums:
 
     @property
     def slope_off(self) -> float:
-        """How far the slope (of the output's regression on the truth) is from 1 or from the yardstick's
+        """The distance from the slope of the output's regression on the truth to 1 or to the yardstick's
         slope, whichever is nearer. If values repeat along an axis, their rounding errors repeat too, so even
         the yardstick's slope may differ from 1."""
         return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0

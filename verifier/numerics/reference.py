@@ -351,7 +351,7 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
-    """Within the ``with`` block, round matmul operands to the 16-bit dtype of the inputs. If some inputs are
+    """Round matmul operands to the inputs' 16-bit dtype in the ``with`` block. If some inputs are
     bf16 and others fp16, round to bf16, the coarser dtype. If some are fp8 and none has 16 bits, round to
     bf16, which can represent every fp8 value."""
     present = {t.dtype for t in spec.inputs.values()}

@@ -375,8 +375,8 @@ except JournalError as error:
 
 
 def test_what_can_be_read_nowhere_says_why(tmp_path: Path) -> None:
-    """As on a full disk, no file of the child process may grow. The child can read a journal that was closed.
-    For the journal of a killed process, the message says why the child cannot read this journal."""
+    """The child process cannot let any file grow, as if the disk were full. It can read a journal that was
+    closed. For the journal of a killed process, the message says why the child cannot read this journal."""
     ended, killed = tmp_path / "ended.db", tmp_path / "killed.db"
     Journal.create(ended, {"spec": "ended well"}).close()
     cut_off(killed)
