@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coda_agent.fused import ops
-from coda_agent.fused.pointwise.programs import PointwiseProgram, fused_on_gpu, runs_on_gpu
+from coda_agent.fused.pointwise.programs import PointwiseProgram, fused_on_gpu
 from coda_agent.fused.programs import Order
 from coda_agent.primitives.derive import Derived, all_sizes, derive
 from coda_agent.primitives.derive.arrange import BackwardPlan, BackwardRequest, PlannedBackward
@@ -143,9 +143,9 @@ class Link:
     caller gets, without gradients. ``plain``: a link without ``beside`` for the same chain; if given, this
     link uses the backward of ``plain``. ``stream``: the input that ``apart`` also returns.
 
-    ``by_hand``: hand-written functions for the backward's pointwise part on a GPU, keyed by the inputs whose
-    gradients are computed. Such a function takes the values that the backward reads, and all sizes. The
-    function returns a matrix and a vector, or None if it does not apply."""
+    ``by_hand``: hand-written functions for the backward's pointwise part, keyed by the inputs whose gradients
+    are computed. Such a function takes the values that the backward reads, and all sizes. The function
+    returns a matrix and a vector, or None if it does not apply."""
 
     def __init__(
         self,
@@ -298,9 +298,8 @@ class Link:
             known = dict(zip((*scalars, *tensors), (*ctx.scalars, *read), strict=True))
             whole: list[Any] = [_whole(t, *like) for t, like in zip(coming, ctx.like, strict=True)]
             if ctx.apart:
-                parts, through = whole[:-1], whole[-1]
-                by_hand = self.by_hand and len(parts) > 1 and runs_on_gpu(through)
-                whole, known[f"d_{THROUGH}"] = [parts if by_hand else _joined(parts)], through
+                *parts, known[f"d_{THROUGH}"] = whole
+                whole = [parts if self.by_hand and len(parts) > 1 else _joined(parts)]
             known |= {f"d_{name}": each for name, each in zip(self.results, whole, strict=True)}
             shapes: dict[str, Any] = dict.fromkeys(self.whole.signature.inputs, ())
             shapes |= zip(self._tensors, ctx.shapes, strict=True)
@@ -322,14 +321,13 @@ class Link:
         self, wrt: tuple[str, ...], head: Program, known: dict[str, Any], sizes: dict[str, int]
     ) -> dict[str, Tensor]:
         """The outputs of the backward's pointwise part."""
-        name = f"d_{self.results[0]}"
-        gradient = known[name] if isinstance(known[name], Tensor) else known[name][0]
-        by_hand = self.by_hand.get(tuple(n for n in wrt if n != THROUGH)) if runs_on_gpu(gradient) else None
+        by_hand = self.by_hand.get(tuple(n for n in wrt if n != THROUGH))
         if by_hand and (found := by_hand(known, sizes)):
             types = head.types()
             return {n: found[types[i].kind != "tile"] for n, i in head.outputs.items()}
+        name = f"d_{self.results[0]}"
         known[name] = _joined(known[name])
-        return self._head(wrt, head, gradient.dtype)(known, sizes)
+        return self._head(wrt, head, known[name].dtype)(known, sizes)
 
     def _run(self, wrt: tuple[str, ...], known: dict[str, Any], shapes: dict[str, Any]) -> dict[str, Any]:
         """Run the backward: its pointwise part, then its program of matmuls. Return all gradients by name."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coda_agent.fused import loss, ops
 from coda_agent.fused.chains import NORMED, Begun, ByHand, Link, begun
-from coda_agent.fused.pointwise import heads
+from coda_agent.fused.pointwise import heads, rotation
 from coda_agent.fused.reordering import packed as packed
 from coda_agent.fused.reordering import paired as paired
 from coda_agent.fused.reordering import rotary_pairs as rotary_pairs
@@ -46,15 +46,9 @@ BLOCK_NEXT_NORM = {
 }
 
 
-def _rotated_back(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:
-    from coda_agent.fused.pointwise import rotation  # imports Triton
-
-    return rotation.of_a_chain(known, sizes)
-
-
 def _by_hand(bias: bool, rotates: bool) -> dict[tuple[str, ...], ByHand]:
     """The argument ``by_hand`` of the ``Link`` for ``attention_in``."""
-    return {} if bias else {("out", "gamma_in", "w_qkv"): _rotated_back if rotates else heads.of_a_chain}
+    return {} if bias else {("out", "gamma_in", "w_qkv"): (rotation if rotates else heads).of_a_chain}
 
 
 ATTENTION_IN = {

@@ -24,6 +24,7 @@ def test_a_head_compiles_whole_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(chains, "PointwiseProgram", Watched)
     monkeypatch.setattr(link, "_heads", {})
+    monkeypatch.setattr(link, "by_hand", {})
     for rows in (8, 16, 24, 40, 56):
         gradients(PARTS["before attention, rotated"].ours, PARTS["before attention, rotated"].drawn(rows))
     assert len({id(head) for head, *_ in seen}) == 1

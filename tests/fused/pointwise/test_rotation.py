@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coda_agent.fused import chains, functional
-from coda_agent.fused.pointwise.rotation import Three, in_one_pass, plainly
+from coda_agent.fused import functional
+from coda_agent.fused.pointwise.rotation import Three, _operator, plainly
 
 SHAPES = [(2, 4, 4, 8, 64), (1, 6, 2, 5, 128), (2, 3, 1, 7, 32)]  # sequences, heads, groups, length, width
 HERE = Path(__file__)
@@ -55,8 +55,8 @@ def test_equals_autograd(shape):
     torch.testing.assert_close(sums.double(), (exact * z.detach()).sum(1), rtol=1e-4, atol=1e-3)
 
 
-def test_a_chains_pointwise_part_is_the_derived_one(monkeypatch):
-    """On a GPU, a hand-written function replaces the derived program."""
+def test_a_chains_pointwise_part_is_the_derived_one():
+    """A hand-written function replaces the derived program."""
     (_, heads, groups, _, width), length = SHAPES[0], 16
     _, values, cos_sin, rstd = drawn(SHAPES[0])
     link = functional.ATTENTION_IN[False, True]
@@ -66,8 +66,7 @@ def test_a_chains_pointwise_part_is_the_derived_one(monkeypatch):
     known = {"d_qkv": d, "qkv": torch.cat(values, 1), "cos_sin": cos_sin, "rstd_in": rstd}
     known["turned"] = float((heads + groups) * width)
     sizes = {"M": length, "D": 96, "H": heads + 2 * groups, "P": width // 2}
-    usual = link._pointwise(wrt, derived.head, known, sizes)
-    monkeypatch.setattr(chains, "runs_on_gpu", lambda _: True)
+    usual = link._head(wrt, derived.head, d.dtype)(known, sizes)
     found = link._pointwise(wrt, derived.head, known, sizes)
     assert found.keys() == usual.keys() and len(found) == 2
     for name, each in found.items():
@@ -79,6 +78,10 @@ def test_a_chains_pointwise_part_is_the_derived_one(monkeypatch):
     assert by_hand(known | {"turned": 64.0}, sizes) is None
 
 
+def test_torch_compile_can_call_the_operator():
+    torch.library.opcheck(_operator, drawn(SHAPES[0]))
+
+
 @pytest.mark.slow
 def test_one_pass_equals_pytorch():
     """The test needs a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
@@ -87,6 +90,8 @@ def test_one_pass_equals_pytorch():
 
 
 if __name__ == "__main__":
+    from coda_agent.fused.pointwise.rotation_kernels import in_one_pass
+
     for each in SHAPES:
         inputs = drawn(each)
         for one, other in zip(in_one_pass(*inputs), plainly(*inputs), strict=True):
