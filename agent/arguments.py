@@ -10,10 +10,9 @@ from pathlib import Path
 import typer
 
 from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.primitives.system.files import ROOT
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
-# the root of the checkout or of the installed package, which contains SPECS and KERNELS
-PACKAGE = Path(__file__).resolve().parents[1]
 NO_SOURCE = {  # suffixes of files that belong to a kernel, but are not its source
     ".raw.py": "edited CuTeDSL, which coda-agent optimize {name} verifies and coda-agent show shows",
     ".cutedsl.py": "the lowered text of a kernel",
@@ -26,7 +25,7 @@ NO_SOURCE = {  # suffixes of files that belong to a kernel, but are not its sour
 def shipped(path: Path) -> Path:
     """If a file at this path exists only in the package, return its path in the package; otherwise return the
     path unchanged."""
-    ours = PACKAGE / path
+    ours = ROOT / path
     return ours if ours.exists() and not path.exists() else path
 
 
@@ -47,7 +46,7 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
         return spec_file(given)
     name = kernel.name.partition(".")[0]
     beside, ours = kernel.parent / f"{name}.yaml", shipped(SPECS / f"{name}.yaml")
-    accepted = kernel.parent.resolve() in (KERNELS.resolve(), PACKAGE / KERNELS)
+    accepted = kernel.parent.resolve() in (KERNELS.resolve(), ROOT / KERNELS)
     found = [path for path in ((ours, beside) if accepted else (beside, ours)) if path.is_file()]
     if not found:
         near = get_close_matches(name, [path.stem for path in shipped(SPECS).glob("*.yaml")], n=1)

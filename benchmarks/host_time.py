@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -39,11 +38,11 @@ from coda_agent.primitives.runtime import launch
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.runtime.launchable import sorted_rows
+from coda_agent.primitives.system.files import KERNELS
 from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.statistics import ratio
 
-KERNELS = Path(__file__).resolve().parents[1] / "generated_kernels"
 ROUNDS, CALLS = 40, 100
 # Limit on every size. Small sizes suffice, because host time does not depend on sizes. Small sizes also avoid
 # two disturbances: a queue of long kernels on a GPU, and the allocator's system calls for large CPU tensors.

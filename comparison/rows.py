@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coda_agent.agent.artifacts import accept, quack_tunings
+from coda_agent.agent.artifacts import quack_tunings
 from coda_agent.agent.artifacts.accept import is_there
 from coda_agent.agent.reporting.table_rows import (
     GROUPS,
@@ -23,6 +23,7 @@ from coda_agent.comparison.results import LAYER_FORWARD as FORWARD
 from coda_agent.comparison.results import none_left
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.errors import InvalidInput
+from coda_agent.primitives.system.files import SPECS
 from coda_agent.verifier.gpu.worker import Task
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import QuackTuned
@@ -31,7 +32,6 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.primitives.runtime.launch import Kernel
 
-SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
 PAIRS = 64  # rotated pairs of a head of width 128

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,8 @@ from ruamel.yaml import YAML
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.signature import DTYPES, TensorType
+from coda_agent.primitives.system.files import KERNELS, SPECS
 
-ROOT = Path(__file__).resolve().parent.parent
-KERNELS, SPECS = ROOT / "generated_kernels", ROOT / "specs"
 NARROW = ("bf16", "fp16")
 NAMES = {torch_dtype(name): name for name in DTYPES}
 Dtypes = tuple[tuple[str, torch.dtype], ...]

@@ -30,12 +30,12 @@ from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.errors import InvalidInput, Refused
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.system.files import KERNELS as KERNELS
+from coda_agent.primitives.system.files import ROOT as ROOT
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.report import REPORT, Accepted, Authorship, Rejected
 from coda_agent.verifier.spec.model import Spec
 
-ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ROOT / "generated_kernels"
 RECORDINGS = ROOT / "agent" / "recordings"
 # The fields of a run's header that a recording keeps. Other fields, such as paths, describe the machine.
 HEADER = (

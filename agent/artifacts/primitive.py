@@ -27,7 +27,7 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.raw.arithmetic import answer
 from coda_agent.primitives.raw.interpreter import LINE, known_words
-from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.files import ROOT, write_atomic
 from coda_agent.verifier import verify
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.proposals import proposal as proposing
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent
     from coda_agent.verifier.stages import Checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 PROPOSED = Path("specs") / "primitives"
 HEADER = "proposes"  # the header field with the proposal's YAML as it was when the run started
 VOCABULARY, FAMILY, LANGUAGE = (

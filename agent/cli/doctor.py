@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from coda_agent.agent import providers
 from coda_agent.agent.extras import EXTRAS
 from coda_agent.agent.finding import Finding, output, program
+from coda_agent.primitives.system.files import ROOT, cache_dir
 from coda_agent.primitives.target import TARGET
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ FREE_BYTES = 1 << 30  # required free space: tuning compiles hundreds of kernels
 TOOLS = ("cuobjdump", "nvdisasm")
 ELSEWHERE = "measure on a machine with an H100: coda-agent bundle, measure, import"
 PROJECT = "coda-agent"
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+PYPROJECT = ROOT / "pyproject.toml"
 
 
 def check() -> list[Finding]:
@@ -271,8 +272,6 @@ def _tiny_signature() -> Signature:
 
 def cache() -> Finding:
     """Check the cache directory: it exists, is writable and has free space."""
-    from coda_agent.primitives.system.files import cache_dir
-
     path = cache_dir()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -22,9 +22,9 @@ from typing import Any
 
 from coda_agent.agent.artifacts import locks
 from coda_agent.primitives.errors import InvalidInput
-from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.files import ROOT, write_atomic
 
-TIPS = Path(__file__).resolve().parents[2] / "tips_log.md"
+TIPS = ROOT / "tips_log.md"
 HEADING = re.compile(r"^## (tip-\d+): (.+)$")
 FIELD = re.compile(r"^- (\w+): (.+)$")
 LAST = re.compile(r"^<!-- last id: tip-(\d+) -->$")

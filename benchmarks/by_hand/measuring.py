@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.by_hand.layer import HandArranged, unrotated
 from benchmarks.by_hand.runners import KernelCall, Launched, Runner, calls
-from coda_agent.agent.artifacts import accept
 from coda_agent.comparison import kernels as accepted
 from coda_agent.comparison import layers
 from coda_agent.comparison.competitors import PROGRAM
@@ -19,6 +18,7 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.runtime import tune
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.system import workers
+from coda_agent.primitives.system.files import SPECS
 from coda_agent.verifier.baselines.pytorch import under_compile
 from coda_agent.verifier.incumbent import worth_racing
 from coda_agent.verifier.loading import load
@@ -76,4 +76,4 @@ def on_known_schedules(call: KernelCall, kernel: Kernel, case: str) -> Kernel:
 
 
 def _spec(call: KernelCall) -> Spec:
-    return load(accept.ROOT / "specs" / f"{call.operator}.yaml", check=False)
+    return load(SPECS / f"{call.operator}.yaml", check=False)

@@ -29,10 +29,9 @@ from coda_agent.primitives.runtime.launchable import (
 )
 from coda_agent.primitives.runtime.tune import cached, to_compile, tuned_schedules
 from coda_agent.primitives.system import workers
-from coda_agent.primitives.system.files import read_json
+from coda_agent.primitives.system.files import KERNELS, read_json
 
 NONE: Mapping[str, int] = MappingProxyType({})
-ACCEPTED = Path(__file__).resolve().parents[2] / "generated_kernels"
 
 
 class Kernel:
@@ -90,7 +89,7 @@ class Kernel:
         child process compiles this code. Without ``schedules``, edited code runs only on the schedules in the
         report beside the NAME.raw.py. Raises OSError, or ProgramError for an invalid program.
         """
-        path = ACCEPTED / f"{kernel}.program.json"
+        path = KERNELS / f"{kernel}.program.json"
         program = Program.from_json((path if path.exists() else Path(kernel)).read_text(encoding="utf-8"))
         text = Path(edited).read_text(encoding="utf-8") if edited else None
         source = KernelSource(program, schedules or {}, text)

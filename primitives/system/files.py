@@ -1,4 +1,4 @@
-"""The cache folder, and atomic file writes. This module imports only the standard library."""
+"""The project's folders, the cache, and atomic file writes. It imports only the standard library."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]  # the checkout, or the installed package
+SPECS, KERNELS = ROOT / "specs", ROOT / "generated_kernels"
 
 
 def cache_dir() -> Path:

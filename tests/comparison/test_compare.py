@@ -38,6 +38,7 @@ from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.primitives.system.files import SPECS
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
 from coda_agent.verifier.gpu.worker import Lost
@@ -440,7 +441,7 @@ def test_the_usual_rows() -> None:
 def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> None:
     """At sizes without tuned schedules, a program has no schedules. An edited kernel has the schedules on
     which it was found correct."""
-    spec = load(rows.SPECS / "gemm_residual_partial_rmsnorm.yaml")
+    spec = load(SPECS / "gemm_residual_partial_rmsnorm.yaml")
     program, edited = (kernels.accepted_kernel(spec, edited=edited) for edited in (False, True))
     assert program and edited
     at_7b = kernels.by_arm(spec, spec.case("7B").sizes)

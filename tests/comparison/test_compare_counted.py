@@ -50,6 +50,7 @@ from coda_agent.comparison.results import (
     Results,
     Session,
 )
+from coda_agent.primitives.system.files import SPECS
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OWN_TUNER
 from coda_agent.verifier.loading import load
@@ -277,7 +278,7 @@ def test_a_kernel_that_we_composed_of_quacks_operators_says_so() -> None:
     }
     assert not composed("gemm_fp8_row_scale")  # QuACK has nothing for this operator
     for name in ("gemm_rmsnorm", "gemm_rope"):
-        spec = load(rows.SPECS / f"{name}.yaml", check=False)
+        spec = load(SPECS / f"{name}.yaml", check=False)
         for each in LIBRARY_ARMS:
             assert ("composed by us" in note(spec, each)) is (name in ours)
         assert note(spec, PROGRAM) == ""

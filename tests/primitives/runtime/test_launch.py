@@ -323,7 +323,7 @@ def test_an_edited_text_runs_on_what_its_report_says_it_was_proved_on(calls, any
 def test_an_accepted_kernel_is_loaded_by_its_name_wherever_the_process_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     loaded = Kernel.load("gemm_swiglu")
-    assert loaded.program == Kernel.load(launch.ACCEPTED / "gemm_swiglu.program.json").program
+    assert loaded.program == Kernel.load(launch.KERNELS / "gemm_swiglu.program.json").program
     with pytest.raises(FileNotFoundError, match="gemm_swigluu"):
         Kernel.load("gemm_swigluu")
 
