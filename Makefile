@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: help env generate named test test-gpu lint docs
+.PHONY: help env generate named test test-slow test-gpu lint docs
 
 PYTHON ?= python3
 ARGS ?=
@@ -13,7 +13,8 @@ READY := .venv/ready
 
 define HELP
 make generate SPEC=specs/NAME.yaml [ARGS=...]   write and verify a kernel for a spec
-make test [ARGS="-m 'not slow'"]                run the tests (or the quick ones only)
+make test [ARGS=...]                            run the quick tests, in a few minutes
+make test-slow                                  run the others: compilers, sweeps and whole gates
 make test-gpu                                   run the tests that need an H100
 make lint                                       ruff, mypy, import-linter
 make docs                                       build the documentation into site/
@@ -34,12 +35,14 @@ named:
 	@[[ -n "$(SPEC)" ]] || { echo "no spec given; use: make generate SPEC=specs/NAME.yaml" >&2; exit 2; }
 
 # Nothing may reach the user's home: QuACK and Triton keep their caches there, or in /tmp, unless told.
-test: export CODA_AGENT_CACHE := $(CURDIR)/.cache/coda-agent
-test: export QUACK_CACHE_DIR := $(CURDIR)/.cache/quack
-test: export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
-test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
-test: $(READY)
-	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
+test test-slow: export CODA_AGENT_CACHE := $(CURDIR)/.cache/coda-agent
+test test-slow: export QUACK_CACHE_DIR := $(CURDIR)/.cache/quack
+test test-slow: export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+test test-slow: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+test: TESTS := not slow
+test-slow: TESTS := slow
+test test-slow: $(READY)
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 10 -m "$(TESTS)" $(ARGS)
 
 test-gpu: $(READY)
 	@$(BIN)/python -m pytest -q tests/gpu $(ARGS)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from coda_agent.primitives.errors import InvalidInput
+from coda_agent.primitives.errors import InvalidInput, first_fault
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.report import Sizes
 from coda_agent.verifier.statistics import MIN_ROUNDS
@@ -194,12 +194,11 @@ def read(path: Path) -> Results:
             f"{path}: no such file; on an H100, coda-agent compare --out {folder} creates it"
         ) from None
     except ValidationError as error:
-        first = error.errors()[0]
-        if not (place := ".".join(map(str, first["loc"]))):
+        if not error.errors()[0]["loc"]:
             raise InvalidInput(
                 f"{path}: no results file; give a folder that coda-agent compare wrote, or results.json"
             ) from None
-        raise InvalidInput(f"{path}: {place}: {first['msg']}; measure again into another folder") from None
+        raise InvalidInput(f"{path}: {first_fault(error)}; measure again into another folder") from None
     if found.schema_version != SCHEMA:
         raise InvalidInput(
             f"{path}: its format is version {found.schema_version}; this version reads {SCHEMA}"

@@ -25,6 +25,11 @@ it separately. Exceptions that a caller turns into a value (`ProgramError`, a ga
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class CodaError(Exception):
     """An error with a message for the user, which ends a command with `exit_status`."""
@@ -51,3 +56,10 @@ class Absent(CodaError):
     get it."""
 
     exit_status = 3
+
+
+def first_fault(error: ValidationError, *outer: str) -> str:
+    """The place and the message of a validation's first error. ``outer``: the place of the whole value."""
+    first = error.errors()[0]
+    place, message = ".".join(map(str, (*outer, *first["loc"]))), first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message

@@ -27,7 +27,7 @@ from coda_agent.agent.run.loop import PIECE, STOPPED, Outcome
 from coda_agent.agent.run.runs import JOURNAL, folder
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable
-from coda_agent.primitives.errors import InvalidInput, Refused
+from coda_agent.primitives.errors import InvalidInput, Refused, first_fault
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import KERNELS as KERNELS
@@ -116,8 +116,7 @@ def report(path: Path) -> Accepted:
     try:
         found = REPORT.validate_json(path.read_bytes())
     except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
-        raise KernelError(f"{path}: {place}: {error.errors()[0]['msg']}; accept that kernel again") from None
+        raise KernelError(f"{path}: {first_fault(error)}; accept that kernel again") from None
     if not isinstance(found, Accepted):
         raise KernelError(f"{path}: its kernel is {found.status}, not accepted; remove the file")
     return found

@@ -20,7 +20,7 @@ from coda_agent.agent.run import runs
 from coda_agent.agent.run.view import RunView
 from coda_agent.agent.setup import task_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
-from coda_agent.primitives.errors import InvalidInput
+from coda_agent.primitives.errors import InvalidInput, first_fault
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.report import (
@@ -219,7 +219,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
         except ValidationError as error:
             raise InvalidInput(
                 f"{path}: run {result.run}: the measurement has {error.error_count()} errors, the first: "
-                f"{error.errors()[0]['msg']}; measure again"
+                f"{first_fault(error)}; measure again"
             ) from None
         run = runs.reopen(result.run)
         try:
@@ -267,10 +267,7 @@ def _read(path: Path, kind: type[T]) -> T:
         found = kind.model_validate(tree)
     # the content is not UTF-8, is not JSON, is nested too deeply, or has other fields
     except (ValueError, RecursionError) as error:
-        words = str(error).splitlines()[0]
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        words = first_fault(error) if isinstance(error, ValidationError) else str(error).splitlines()[0]
         name = "results" if kind is BundleResults else "bundle"
         raise InvalidInput(
             f"{path}: this is not a {name} file of coda-agent: {words}; make it again"

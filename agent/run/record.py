@@ -27,6 +27,7 @@ from pydantic import (
 from coda_agent.agent import providers
 from coda_agent.agent.run import journal
 from coda_agent.agent.run.journal import GPU_SECONDS, DamagedError, Event, Journal
+from coda_agent.primitives.errors import first_fault
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, by_step
@@ -373,8 +374,6 @@ def _checking(path: Path, place: str) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, (place, *first["loc"])))
-        raise DamagedError(f"{path}: {where}: {first['msg']}; {OTHER_VERSION}") from None
+        raise DamagedError(f"{path}: {first_fault(error, place)}; {OTHER_VERSION}") from None
     except (ValueError, TypeError, ProgramError) as error:
         raise DamagedError(f"{path}: {place}: {error}; {OTHER_VERSION}") from None

@@ -18,7 +18,6 @@ FOLDER = ROOT / "benchmarks" / "authoring"
 FP8 = {"fp8_relu2", "fp8_gate_residual"}  # these have other baselines, with torch._scaled_mm
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_spec_is_the_draft_of_its_function(tmp_path: Path, name: str) -> None:
     words = shlex.split(OPTIONS[name])

@@ -29,8 +29,6 @@ from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError, check_sizes
 from coda_agent.primitives.system import workers
 
-pytestmark = pytest.mark.slow
-
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
 PROGRAMS = accepted_programs(KERNELS, SMALL)

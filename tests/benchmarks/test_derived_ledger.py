@@ -139,7 +139,6 @@ def norm(spec: Spec) -> Program:
     return cut_out(derived.program, spec, outputs, {"d_z": "dz", "d_h": "dres"}, scale)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("some_runs", "some_compiles")
 @pytest.mark.parametrize(
     ("kernel", "part"),

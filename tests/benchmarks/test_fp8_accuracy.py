@@ -26,7 +26,6 @@ def test_a_linear_in_fp8_is_its_three_products_by_rows() -> None:
         assert 0.02 < error < 0.05, name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function", [mlp, layer], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("loud", [False, True])
 def test_arms_lose_what_their_dtype_loses(function: Function, loud: bool) -> None:

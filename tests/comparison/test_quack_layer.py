@@ -17,8 +17,6 @@ from coda_agent.comparison.layers.plain import Plain
 from coda_agent.comparison.layers.shape import EPS, Shape, Weights, draw
 from coda_agent.comparison.rows import LayerRow, OperatorRow
 
-pytestmark = pytest.mark.slow
-
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 GROUPED = Shape(heads=4, head_width=16, ffn=40, sequences=2, length=24, groups=2)
 NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}

@@ -47,7 +47,6 @@ def test_inference_is_a_prompt_and_a_token() -> None:
     assert [b.sizes["M"] for b in found] == [24, 24, 2, 2]
 
 
-@pytest.mark.slow
 def test_a_call_waits_for_who_compiles_and_loads_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = ahead.Bound(ops.defined["gemm_swiglu"].program, {"M": 128, "D": 64, "F": 64})
     (built,) = ahead.build([bound])

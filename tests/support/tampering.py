@@ -465,11 +465,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a day that is none": (
         lambda k: edit(k, lambda r: r.update(date="yesterday")),
-        "date: Value error, 'yesterday' is not a time with a zone, such as 2026-11-22T03:05:37+00:00",
+        "date: 'yesterday' is not a time with a zone, such as 2026-11-22T03:05:37+00:00",
     ),
     "report, a day without its zone": (
         lambda k: edit(k, lambda r: r.update(date="1970-01-01")),
-        "date: Value error, '1970-01-01' is not a time with a zone, such as 2026-11-22T03:05:37+00:00",
+        "date: '1970-01-01' is not a time with a zone, such as 2026-11-22T03:05:37+00:00",
     ),
     "report, a protocol to come": (
         lambda k: edit(k, lambda r: r.update(protocol=PROTOCOL + 1)),

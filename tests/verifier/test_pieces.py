@@ -25,8 +25,6 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.report import PROTOCOL, REPORT, Accepted, Identity, QuackTuned
 
-pytestmark = pytest.mark.slow
-
 USUAL = MeasureOptions()
 Verify = Callable[..., tuple[int, str, str]]
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.errors import first_fault
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gpu.checks import REPEATS
 from coda_agent.verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, ROUTINE, SINGLE_ROW
@@ -150,9 +151,3 @@ def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
 
 def figures_of(report: Accepted, gate: str) -> dict[str, Any]:
     return next((g.figures for g in report.gates if g.gate == gate), {})
-
-
-def first_fault(error: ValidationError) -> str:
-    """The position and the message of the first validation error."""
-    told = error.errors()[0]
-    return f"{'.'.join(map(str, told['loc'])) or 'the figures'}: {told['msg']}"

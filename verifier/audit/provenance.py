@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import Lowered, lower
+from coda_agent.primitives.errors import first_fault
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.audit.report_audit import of_samples, unfounded
@@ -43,9 +44,7 @@ def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> 
     except (SpecError, OSError, UnicodeDecodeError) as error:
         return [str(error)]
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        return [f"{stem}.report.json is not a report of an accepted kernel: {place}: {first['msg']}"]
+        return [f"{stem}.report.json is not a report of an accepted kernel: {first_fault(error)}"]
     except ProgramError as error:
         return [f"{stem}.program.json is not a program of {name}: {error.message}"]
     bound = (

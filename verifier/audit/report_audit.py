@@ -13,12 +13,13 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.errors import first_fault
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import by_step
 from coda_agent.primitives.target import TARGET
-from coda_agent.verifier.audit.numerics_audit import ROUNDED, figures_of, first_fault, proofs
+from coda_agent.verifier.audit.numerics_audit import ROUNDED, figures_of, proofs
 from coda_agent.verifier.baselines.quack import admitted
 from coda_agent.verifier.decision import PROCESSES, InvalidMeasurement, Rows, central, compared, decide
 from coda_agent.verifier.gates import Failed

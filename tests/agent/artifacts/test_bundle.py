@@ -49,7 +49,7 @@ from coda_agent.verifier.report import Accepted, Measured, QuackTuned, Rejected,
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.stages import Checkpoint
 
-pytestmark = [pytest.mark.usefixtures("runs_home"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("runs_home")
 
 
 class Cut(Exception):

@@ -24,7 +24,7 @@ from coda_agent.verifier.gpu.worker import Task
 from coda_agent.verifier.report import Measured
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import REPORT, Checked
 
-pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
 
 def test_prompt(command: Command, spec: Path) -> None:

@@ -17,7 +17,7 @@ from coda_agent.agent.artifacts.bundle import Bundle
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.loop import Loop
 
-pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
 
 class Interrupted(io.TextIOBase):

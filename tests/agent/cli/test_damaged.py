@@ -23,7 +23,7 @@ from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.file import DEEPEST, LARGEST, SpecError
 
-pytestmark = [pytest.mark.usefixtures("runs_home", "plain"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("runs_home", "plain")
 
 
 def change(name: str, statement: str, *values: object) -> None:

@@ -90,7 +90,7 @@ STATUSES = {
 }
 Try = Callable[[Damage], object]  # damages one input and has the product read it
 
-pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "no_keys"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "no_keys")
 
 
 def test_ten_thousand_inputs() -> None:

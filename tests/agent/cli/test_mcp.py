@@ -45,7 +45,7 @@ from coda_agent.verifier.report import Checked, Rejected
 from coda_agent.verifier.sandbox.jail import JailUnavailable
 from coda_agent.verifier.verify import Verdict
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.anyio
 LOOKING = {"list_specs", "report", "read"}
 TOOLS = LOOKING | {"prompt", "check", "verify", "measure", "propose_tip"}
 LESSON = {"lesson": "Give gemm two operands.", "failed": "trace/python", "fix": "gemm(a, b)"}

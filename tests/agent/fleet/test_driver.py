@@ -34,7 +34,6 @@ from coda_agent.verifier.gpu.worker import Task, WorkerError
 from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.report import Measured, Unmeasured
 
-pytestmark = pytest.mark.slow
 H100 = "NVIDIA H100 80GB HBM3"
 BAD = Unmeasured(reason="equal arms differ", evidence={"controls": [{"faults": ["equal arms differ"]}]})
 KEY = "sk-ant-fake-of-the-driver"

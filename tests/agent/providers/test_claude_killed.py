@@ -19,8 +19,6 @@ from coda_agent.agent.providers import Message, ProviderError, Question, make
 from coda_agent.agent.providers.patience import Patience
 from coda_agent.primitives.system import subprocesses
 
-pytestmark = pytest.mark.slow
-
 # This stand-in for `claude` writes its process ID into a file and sleeps for ten minutes.
 ENDLESS = f"""#!{sys.executable}
 import os, sys, time

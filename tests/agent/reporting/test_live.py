@@ -6,15 +6,12 @@ import io
 import signal
 from pathlib import Path
 
-import pytest
 from attending import PATIENCE, expect, going, terminal
 from authoring import BROKEN, fenced, write_toy
 from rich.console import Console
 
 from coda_agent.agent.reporting.progress import LiveView
 from coda_agent.agent.run import history
-
-pytestmark = pytest.mark.slow
 
 
 def test_the_live_view_takes_white_space() -> None:

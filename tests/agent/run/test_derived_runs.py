@@ -23,8 +23,6 @@ from coda_agent.verifier.report import Measured
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = pytest.mark.slow
-
 ANSWER = '''\
 from primitives import gemm, kernel
 

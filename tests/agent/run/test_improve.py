@@ -40,8 +40,6 @@ from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = pytest.mark.slow
-
 GOOD = fenced(TOY_KERNEL)
 
 

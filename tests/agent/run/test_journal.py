@@ -19,8 +19,6 @@ from checkout import ROOT
 from coda_agent.agent.run.journal import Event, Journal, JournalError, glance, is_open, read_export
 from coda_agent.primitives.system.files import write_atomic
 
-pytestmark = pytest.mark.slow
-
 # This program executes a run of some steps. One write(2) notes each production, and one notes each result of
 # `once`; a later SIGKILL cannot undo a note. `kill` names the point at which the child kills itself.
 RUN = """

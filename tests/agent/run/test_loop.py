@@ -32,8 +32,6 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected, joined
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = pytest.mark.slow
-
 GOOD, BAD, WRONG = fenced(TOY_KERNEL), fenced(BROKEN), fenced(UNSCALED)
 
 

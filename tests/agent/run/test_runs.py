@@ -21,8 +21,6 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import REPORT
 from coda_agent.verifier.spec.file import SpecError
 
-pytestmark = pytest.mark.slow
-
 STAMPED = re.compile(r"toy-\d{8}-\d{6}(-\d+)?")
 
 

@@ -43,8 +43,6 @@ from coda_agent.primitives.lang.ir import Node, Program
 from coda_agent.primitives.lang.schedule import TILES, Schedule
 from coda_agent.primitives.lang.signature import Signature, TensorType
 
-pytestmark = pytest.mark.slow
-
 INPUTS = {
     "x": tensor("M, K"),
     "w": tensor("N, K"),

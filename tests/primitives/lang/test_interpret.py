@@ -13,8 +13,6 @@ from coda_agent.primitives.lang.interpret import interpret, solve_sizes
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.signature import Signature
 
-pytestmark = pytest.mark.slow
-
 # the limit for fp32 also allows for errors of summation
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
 

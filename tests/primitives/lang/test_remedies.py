@@ -23,8 +23,6 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Rejected
 from coda_agent.verifier.verify import check
 
-pytestmark = pytest.mark.slow
-
 INPUTS = {
     "x": tensor("M, K"),
     "w": tensor("N, K"),

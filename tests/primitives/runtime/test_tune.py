@@ -18,8 +18,6 @@ from coda_agent.primitives.runtime import tune
 from coda_agent.primitives.runtime.race import Load
 from coda_agent.primitives.target import H100
 
-pytestmark = pytest.mark.slow
-
 SIZES = {"M": 16384, "D": 2048, "F": 5632}
 
 

@@ -31,8 +31,6 @@ from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.runtime.turns import Turns
 from coda_agent.primitives.system import deadline
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = kernels.CHAIN.program
 TUNED_SIZES = {d: SIZES[d] for d in PROGRAM.signature.dims}
 CALLS = 6

@@ -18,8 +18,6 @@ from coda_agent.primitives.runtime import compile as compiling
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.primitives.system.files import CacheError, read_json, usable_cache
 
-pytestmark = pytest.mark.slow
-
 LOOK = """\
 import os, sys
 from coda_agent.agent.cli import main as cli

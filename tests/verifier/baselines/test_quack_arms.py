@@ -51,8 +51,6 @@ from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = pytest.mark.slow
-
 SPECS = ROOT / "specs"
 TILE = 64
 NONE = {

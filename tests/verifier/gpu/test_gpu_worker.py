@@ -22,8 +22,6 @@ from coda_agent.verifier.gpu import worker as gpu
 from coda_agent.verifier.gpu.sanitizer import errors
 from coda_agent.verifier.gpu.worker import Lost, Worker, WorkerError
 
-pytestmark = pytest.mark.slow
-
 PATIENCE = 60.0  # seconds; a worker first has to import PyTorch
 
 

@@ -22,8 +22,6 @@ from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Tolerance
 
-pytestmark = pytest.mark.slow
-
 NORM, SWIGLU, BACKWARD = "gemm_residual_partial_rmsnorm", "gemm_rmsnorm_swiglu", "gemm_swiglu_bwd"
 SPECS = {name: load(ROOT / "specs" / f"{name}.yaml") for name in (NORM, SWIGLU, BACKWARD)}
 Outputs = dict[str, Tensor]

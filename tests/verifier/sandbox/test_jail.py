@@ -23,8 +23,6 @@ from coda_agent.verifier.report import Rejected
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.sandbox.jail import JailUnavailable, Traced
 
-pytestmark = pytest.mark.slow
-
 
 def tensor(dtype: str, *shape: str) -> TensorType:
     return TensorType(tuple(Dim.parse(d) for d in shape), dtype)

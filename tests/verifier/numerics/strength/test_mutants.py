@@ -16,8 +16,6 @@ from coda_agent.verifier.numerics.strength.mutants import ReferenceMutant, mutan
 from coda_agent.verifier.numerics.strength.mutation_score import MutationSample, weak_spots
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = pytest.mark.slow
-
 SPECS = ROOT / "specs"
 
 
