@@ -1,4 +1,5 @@
-"""Acceptance: its files, its refusals, full disks, killed processes, and the git commit."""
+"""Accepting a kernel: the written files, the runs that are refused, full disks, killed processes, and the git
+commit."""
 
 from __future__ import annotations
 
@@ -143,8 +144,8 @@ def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> No
     assert not (tmp_path / "kernels").exists()
 
 
-# An acceptance writes all files or none. The report vouches for the other files, so a report never exists
-# without them.
+# An acceptance writes all files of a kernel or none. The report is the evidence for the other files, so it
+# must never be in the folder without these files.
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -154,7 +155,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def test_a_disk_that_fills_up_leaves_the_kernel_before(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """The disk is full after ``writes`` files are written. The older kernel's files stay unchanged."""
+    """If the disk is full after ``writes`` files are written, the older kernel's files stay unchanged."""
     put(accepted_run(spec, TWICE), tmp_path / "kernels")
     before = contents(tmp_path / "kernels")
     name, done = accepted_run(spec), iter(range(100))
@@ -202,15 +203,15 @@ def test_a_place_that_cannot_be_written_says_so(spec: Path, tmp_path: Path) -> N
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return the path of a 32 KB file system if this user may mount one, otherwise of an ordinary
+    """Return the path of a 32 KB file system if this user may mount one, otherwise the path of an ordinary
     directory."""
     with mounted(tmp_path / "disk", 32 << 10) as disk:
         yield disk
 
 
 def test_a_disk_that_is_full(spec: Path, small_disk: Path) -> None:
-    """If this user may mount a small disk, this disk is really full. Otherwise a limit on file sizes makes
-    the writes fail."""
+    """On a full disk the command leaves no report and prints one error. If this user may mount a small disk,
+    the test fills that disk. Otherwise a limit on file sizes makes the writes fail."""
     name = accepted_run(spec)
     (small_disk / "ballast").write_bytes(b"x" * 28_000 if os.path.ismount(small_disk) else b"")
     limit = "" if os.path.ismount(small_disk) else "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
@@ -235,9 +236,10 @@ cli.main()
     assert "toy.report.json" not in left and not [n for n in left if n.endswith(".tmp")]
 
 
-# This program accepts a run again and again, each time in a new process. Each process is killed one file
-# system operation later than the process before. After each kill another process reads the kernel, and the
-# program prints the files that are there.
+# This program starts one process after another. Each process accepts the run's kernel into a fresh copy of
+# the old kernel's files. Each process is killed one file system operation later than the previous process,
+# until a process ends normally. After each process, another process reads the kernel. The program prints the
+# files before and after this read.
 KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
@@ -295,18 +297,19 @@ def test_an_acceptance_killed_at_each_step_is_none_or_is_ended_by_the_next_look(
     assert [f["status"] for f in found] == [-signal.SIGKILL] * (len(found) - 1) + [0] and len(found) > 30
     assert not any(f["looked"] or f["folders"] for f in found)
     evidence = "toy.report.json"
-    # Even right after a kill, a report has only its own files beside it.
+    # Even right after a kill, a folder with a report holds exactly the old files or exactly the new files.
     for left in (f["left"] for f in found):
         assert evidence not in left or {n: left.get(n) for n in NAMES} in (old, new)
     ends = [f["then"] for f in found]
     decided = ends.index(new)
     assert ends == [old] * decided + [new] * (len(ends) - decided)
-    assert any(f["left"] != f["then"] == new for f in found)  # a read completed at least one acceptance
+    # at least one read completed an acceptance that was killed
+    assert any(f["left"] != f["then"] == new for f in found)
 
 
 def test_an_acceptance_that_was_cut_off_is_ended_by_the_next(spec: Path, tmp_path: Path) -> None:
-    """An acceptance that was cut off has left a folder with the kernel of an earlier run. The next read
-    completes this acceptance. Afterwards another run's kernel can be accepted."""
+    """An acceptance that was cut off has left its files in a separate folder. The next read moves these files
+    to their final paths. Afterwards another run's kernel can be accepted."""
     kernels = tmp_path / "kernels"
     put(accepted_run(spec, TWICE), tmp_path / "staged")
     names = [n for n in NAMES if n != "toy.report.json"] + ["toy.report.json"]
@@ -333,8 +336,8 @@ def test_the_tables_are_of_the_kernel_whose_acceptance_was_cut_off(spec: Path, t
 
 
 def cut_off(kernels: Path) -> Path:
-    """Make the kernel in ``kernels`` look as if its acceptance was cut off after all files were written, but
-    before three of them were in their places. Return the folder that holds these three files."""
+    """Move three files of the kernel in ``kernels`` into a separate folder, as if the kernel's acceptance was
+    cut off before it moved these files to their final paths. Return the separate folder."""
     names, whole = ["toy.py", "toy.program.json", "toy.report.json"], kernels / ".toy.report.json.whole"
     whole.mkdir()
     for number, file in enumerate(names):
@@ -509,8 +512,8 @@ def test_no_repository(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
-    """Run the real command in a separate checkout, where packages, kernels and recordings have one root.
-    Without pyproject.toml, as in an installed package, the command accepts no kernel."""
+    """Run the real command in a copy of the checkout, so that it writes and commits kernels and recordings in
+    the copy. Without pyproject.toml, as in an installed package, the command accepts no kernel."""
     shutil.copy(ROOT / "__init__.py", repository)
     (repository / "src").mkdir()
     (repository / "src" / "coda_agent").symlink_to("..")

@@ -1,6 +1,8 @@
-"""A bundle between two machines: what it contains, what is measured, and which results are refused.
+"""Bundles carry kernels to a machine with a GPU, and results back: their contents, the measurement, and the
+bundles and results that are refused.
 
-A fake replaces ``verifier.measure.measure``, because these tests have no GPU. Everything else is real.
+Fakes replace ``verifier.measure.measure`` and the GPU workers, because these tests have no GPU. All other
+code of the product is real.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Gpu:
         self.quack: list[Mapping[str, QuackTuned]] = []
         self.ahead: list[Any] = []
         self.cut_before = ""  # raise Cut before this case
-        self.cut_at = 0  # raise Cut at the end of the measurement with this number
+        self.cut_at = 0  # raise Cut at the end of this measurement; the first is 1
         self.verdict: Callable[[Spec, Program], Measured | Rejected | Unmeasured] = measured
 
     def measure(
@@ -106,8 +108,8 @@ class Gpu:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the numbers of the closed workers. The product starts one worker in advance for each entry of a
-    bundle."""
+    """Replace the workers by fakes with the numbers 0, 1, 2, ...; return the list of the closed workers'
+    numbers. The product starts one worker in advance for each entry of a bundle."""
     closed: list[int] = []
     started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
     monkeypatch.setattr("coda_agent.verifier.stages.start_workers", lambda: [next(started)])
@@ -213,7 +215,7 @@ def test_several_runs_in_one_bundle(spec: Path, tmp_path: Path, gpu: Gpu) -> Non
     taken = bundle.take(measure(tmp_path / "bundle.json"))
     assert [name for name, _ in taken] == names
     assert [stands(name) for name in names] == ["accepted", "accepted"]
-    assert gpu.cases == ["large", "wide", "ragged"] * 2  # no case of one kernel replaces a case of the other
+    assert gpu.cases == ["large", "wide", "ragged"] * 2  # each case is measured for both kernels
 
 
 def test_no_source_travels(spec: Path, tmp_path: Path, gpu: Gpu) -> None:
@@ -392,8 +394,9 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
 def test_what_is_done_of_a_bundle_can_be_taken_home(
     packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
-    """While one entry is measured, the worker of the next entry already does its imports. No worker is left,
-    even after an error."""
+    """If the measurement of the second entry is cut off, the result of the first entry can be imported. While
+    an entry is measured, the worker of the next entry already runs. Even after an error, all workers are
+    closed."""
     name, path = packed
     bundle.pack([name, make_run(spec, TWICE)], path)
     gpu.cut_at = 2
@@ -445,12 +448,13 @@ def test_a_void_entry_is_measured_again_where_a_bundle_goes_on(
 def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
     cut_off(path, gpu, arms=(*DEFAULT_ARMS, "QuACK library"))
-    cut_off(path, gpu, arms=(*DEFAULT_ARMS, "torch.compile max-autotune"))  # as many arms, but different ones
+    cut_off(path, gpu, arms=(*DEFAULT_ARMS, "torch.compile max-autotune"))  # the same number of arms
     assert gpu.cases == ["large", "wide"] * 2
 
 
 def test_what_was_kept_stands_for_no_other_sizes(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
-    """The program and its lowered text stay the same, but a case has another size under an unchanged name."""
+    """After a size of one case changes, all cases are measured again, although the case's name, the program
+    and the lowered text stay the same."""
     _, path = packed
     cut_off(path, gpu)
     spec.write_text(spec.read_text().replace("M: 2048", "M: 8192"))
@@ -540,8 +544,8 @@ def test_a_schedule_that_is_none(packed: tuple[str, Path], gpu: Gpu, known: Any)
 def test_what_quack_won_with_before_is_raced_again(
     accepted_before: Path, spec: Path, tmp_path: Path, gpu: Gpu
 ) -> None:
-    """The bundle contains QuACK's fastest schedules for the spec, although the new kernel is a different
-    one."""
+    """The bundle contains the fastest schedules of QuACK's kernels for the spec, although the kernel in the
+    bundle differs from the accepted kernel."""
     bundle.pack([make_run(spec, TWICE)], tmp_path / "bundle.json")
     assert known_of(tmp_path / "bundle.json", gpu) == {}
     tuned = QuackTuned(
@@ -584,7 +588,7 @@ def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: G
     edit(results, lambda data: data["results"][0].update(run=name))
     with pytest.raises(InvalidInput, match=f"run {name}, attempt 1: the measurement is of a different"):
         bundle.take(results)
-    # The figures of another kernel are refused even if they carry the identity of this run's kernel.
+    # Another kernel's measurement is refused even if the result states the identity of this run's kernel.
     identity = json.loads(path.read_text())["entries"][0]["identity"]
     edit(results, lambda data: data["results"][0].update(identity=identity))
     with pytest.raises(InvalidInput, match="the measurement is of a different kernel"):

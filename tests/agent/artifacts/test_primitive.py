@@ -133,9 +133,9 @@ def test_a_merged_one_is_played_back_and_not_merged_again(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_compiler: None
 ) -> None:
     """The replay verifies the recorded functions again. The verified text defines ``softplus`` and does not
-    use the vocabulary's own function. The test removes one comma from the recording, so that its text differs
-    from the merged module. Otherwise the audit of this test session would report the merged module as a
-    candidate outside the jail."""
+    use the vocabulary's own function. The test removes one comma from the recorded text, so that this text
+    differs from the merged module ``device/softplus.py``. Otherwise the audit of the test session would
+    report that a candidate, the merged module, ran outside the jail."""
     kept = accept.recording("softplus", edited=True)
     (changed := tmp_path / kept.name).write_text(
         kept.read_text().replace("exp(-abs(x)), in", "exp(-abs(x)) in")
@@ -195,8 +195,8 @@ def test_what_a_page_lacks_is_said() -> None:
 def test_the_command_from_proposal_to_patch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run uses a separate process and the real compiler. After the patch, the vocabulary has the
-    primitive."""
+    """The run uses a separate process and the real compiler. After ``git apply`` of the patch, the vocabulary
+    has the primitive."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "runs"))
 

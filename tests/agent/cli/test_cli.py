@@ -1,6 +1,6 @@
-"""The command line: exit statuses, one clear message for each mistake, and nothing but JSON on stdout.
+"""The command line: exit statuses, one clear message for each mistake, and with --json only JSON on stdout.
 
-Most tests run ``agent.cli.main.main`` in this process. The last tests start real processes.
+Most tests run ``agent.cli.main.main`` in this process. The tests ``test_status_*`` start real processes.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def test_doctor(command: Command) -> None:
     assert {"python", "jail", "cache", "anthropic key"} <= {f["name"] for f in data["findings"]}
 
 
-# real processes, at least one for each exit status; for status 0, see test_cli_authoring.py
+# exit statuses 1, 2 and 3 of real processes; for status 0, see test_cli_authoring.py
 
 
 def test_status_1(spec: Path, kernel: Callable[[str], Path]) -> None:

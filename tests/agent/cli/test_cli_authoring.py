@@ -1,5 +1,5 @@
-"""The command line: authoring. Some tests run in this process with an answer that exists from the start.
-Other tests stop, interrupt and resume real processes."""
+"""The commands ``generate`` and ``resume``. Most tests run the command in this process, with the author's
+answers in files from the start. Other tests stop, interrupt and resume real processes."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_a_command_reads_its_spec_and_makes_its_provider_once(
 
 
 def test_resume_takes_what_may_be_more(command: Command, spec: Path, tmp_path: Path) -> None:
-    """The run begins with a limit of one attempt. For one command, options of ``resume`` replace the limits
-    in the run's header."""
+    """The run's header limits the run to one attempt. Options of ``resume`` replace the limits in the header,
+    but only while this ``resume`` runs."""
     directory = answered(tmp_path / "handoff", "no code")
     options = ("--provider", "handoff", "--directory", directory, "--attempts", 1)
     assert command("generate", spec, *options, "--no-gpu").status == 1
@@ -176,7 +176,8 @@ def test_json_is_all_there_is_on_stdout(command: Command, spec: Path, tmp_path: 
 
 
 def background(*arguments: object) -> subprocess.Popen[str]:
-    # SIGINT has its default handler, as in a shell's foreground job, so that Ctrl-C reaches the process
+    # A shell's background job ignores SIGINT, and so would this process if pytest is such a job. Therefore
+    # ``preexec_fn`` resets SIGINT.
     return subprocess.Popen(
         [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)],
         cwd=ROOT,
@@ -196,7 +197,7 @@ def finished(process: subprocess.Popen[str]) -> Done:
 
 
 def appears(path: Path, after: float = 0.0) -> None:
-    """Wait until ``path`` has been written later than the time ``after``."""
+    """Wait until ``path`` exists and was last written after the time ``after``."""
     deadline = time.monotonic() + 60
     while not path.exists() or path.stat().st_mtime <= after:
         assert time.monotonic() < deadline, path
@@ -234,8 +235,8 @@ def test_a_handoff_is_stopped_interrupted_and_resumed(spec: Path, tmp_path: Path
 
 # a real process, and a real compile
 def test_status_0_a_recorded_run_is_authored_again(command: Command, tmp_path: Path) -> None:
-    """A visitor without a key or a GPU sees this first: a replayed run, all gates that need no GPU, and a
-    real compile."""
+    """A visitor without a key or a GPU can run this command: it replays a recorded run, passes all gates that
+    need no GPU, and really compiles."""
     path = SPECS / "gemm_rmsnorm_swiglu.yaml"
     done = of_process(coda_agent("generate", path, "--json"))
     assert done.status == 0, done.err
@@ -264,7 +265,8 @@ def test_status_0_a_recorded_run_is_authored_again(command: Command, tmp_path: P
 def test_a_key_is_in_nothing_that_a_run_leaves(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real SDK sends requests to a server that repeats the key in its errors."""
+    """Even if the server's errors repeat the key, the key is neither in the run's files nor in the output.
+    The real SDK sends the requests."""
     key = "sk-ant-secret-0123456789"
     monkeypatch.setenv("ANTHROPIC_API_KEY", key)
     passing, final = (

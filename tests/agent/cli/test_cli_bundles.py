@@ -1,4 +1,5 @@
-"""The command line: bundles between a machine that authors and a machine that has a GPU."""
+"""The commands ``bundle``, ``measure`` and ``import``: a machine without a GPU authors kernels, and another
+machine measures them."""
 
 from __future__ import annotations
 

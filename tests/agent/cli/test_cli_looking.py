@@ -82,7 +82,7 @@ def test_review_asks_at_a_terminal_before_it_accepts(
 def test_what_is_accepted_is_what_was_shown(
     command: Command, spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process continued the run while a person read the review."""
+    """If another process continues the run while a person reads the review, nothing is accepted."""
     name, later = accepted_run(spec), accepted_run(spec, TWICE)
 
     def confirm(question: str) -> bool:

@@ -68,9 +68,9 @@ def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None)
     done = command("generate", "toy", "--provider", "replay")
     assert done.status == 3 and "no recorded run of toy" in done.said()
     wrong(done := command("generate", "toys"), "specs/toys.yaml: no such file; did you mean specs/toy.yaml?")
-    assert done.err.endswith("toy.yaml?\n")  # the list of all specs would hide the suggestion
+    assert done.err.endswith("toy.yaml?\n")  # no list of all specs follows
     (place / "toy").write_text("- no mapping")
-    wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # the file toy takes precedence
+    wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file of this name takes precedence
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -1,5 +1,5 @@
-"""The commands ``tune`` and ``build``: both take sizes of the kernel's own dims. ``tune`` needs a GPU;
-``build`` compiles without one."""
+"""The commands ``tune`` and ``build``. Both take a kernel and the sizes of its dims, or a model's folder and
+the sizes of its input. ``tune`` needs a GPU; ``build`` compiles without a GPU."""
 
 from __future__ import annotations
 

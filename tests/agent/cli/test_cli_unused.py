@@ -1,5 +1,5 @@
-"""Options that would do nothing because of other options or because of the provider: the command refuses
-these options by name and states a remedy."""
+"""Some options would do nothing, because of another option or because of the provider. The command refuses
+such options, names them in its message, and states a remedy."""
 
 from __future__ import annotations
 

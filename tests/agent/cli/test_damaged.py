@@ -1,4 +1,5 @@
-"""Damaged files: one message names the damaged file, and the exit status is one that the README lists."""
+"""Damaged files: a command prints one message that names the damaged file, and its exit status is in the
+README's list."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_a_damaged_run_says_where(spec: Path, damage: str) -> None:
     name, good = accepted_run(spec), make_run(spec)
     act, place = DAMAGE[damage]
     act(name)
-    if damage != "program":  # a damaged program shows only with its spec
+    if damage != "program":  # found only when the spec is read too
         with pytest.raises(DamagedError) as error:
             record.glance(runs.folder(name) / runs.JOURNAL)
         assert name in str(error.value) and place in str(error.value)
@@ -109,8 +110,8 @@ def test_commands_end_by_one_message(spec: Path, tmp_path: Path, command: Comman
 
 
 def test_one_place_reads_records() -> None:
-    """In this package, only record.py and journal.py read records. Any other module would read records that
-    nobody has checked."""
+    """In ``agent/run``, only record.py and journal.py read journals and recordings directly. Any other module
+    that did so would use records that nobody has checked."""
     for path in sorted(Path(record.__file__).parent.rglob("*.py")):
         if path.name not in ("record.py", "journal.py"):
             text = path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Ten thousand damaged inputs of all kinds: no traceback, and only exit statuses that the README lists.
+"""Ten thousand damaged inputs cause no traceback, and only exit statuses that the README lists.
 
 Every fourth input is tried; with --thorough, every input is tried. An input depends only on its kind and
-number. The source of a kernel either runs in the jail or is only read.
+number. No damaged kernel source runs outside the jail.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_no_traceback(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     attempt = TRIES[kind](tmp_path, request)
-    crashes: dict[str, str] = {}  # the first crash at each place
+    crashes: dict[str, str] = {}  # the first crash at each line of code
     for number in range(0, COUNTS[kind], 1 if request.config.getoption("thorough") else 4):
         try:
             status = ended(partial(attempt, Damage(f"{kind}/{number}")))
@@ -158,7 +158,8 @@ def programs(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def sources(place: Path, request: pytest.FixtureRequest) -> Try:
-    # Rename the functions. Under their own names they count as candidates, which only the jail may compile.
+    # Rename the functions. Otherwise the audit of the test session would take these texts for candidates,
+    # which only the jail may compile.
     sound = [source.replace("def ", "def fuzzed_") for source in HONEST.values()]
 
     def attempt(damage: Damage) -> None:
@@ -344,8 +345,8 @@ def answers(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def arguments(place: Path, request: pytest.FixtureRequest) -> Try:
-    """Damage the text arguments that an MCP client may send, in the form in which the SDK passes them on. A
-    fake replaces the verification of a source, because other tests cover this verification."""
+    """Call the tools of the MCP server with damaged text arguments, just as the SDK calls the tools. A fake
+    replaces the verification of a source, because other tests cover this verification."""
     monkeypatch = request.getfixturevalue("monkeypatch")
     (place / "specs").mkdir()
     toy = write_toy(place / "specs")

@@ -137,8 +137,8 @@ class Story:
 
 
 async def lived(place: Path) -> Story:
-    """Run one client's session: a prompt, a draft, a failure, a run that is in use, and a kernel that
-    passes."""
+    """Run one client's session and return its answers: a prompt, a checked draft, a kernel that fails, a run
+    that is in use, and a kernel that passes."""
     environment = os.environ | {"ANTHROPIC_API_KEY": KEY, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment["PYTHONPATH"]])
     command = StdioServerParameters(
@@ -190,7 +190,7 @@ def whole_story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 @pytest.fixture
 def story(whole_story: Story, monkeypatch: pytest.MonkeyPatch) -> Story:
-    """Make the folder with the session's run the folder of runs; return the recorded session."""
+    """Have the product look for runs in the folder of the recorded session; return this session."""
     monkeypatch.setenv("CODA_AGENT_RUNS", str(whole_story.place / "runs"))
     return whole_story
 
@@ -357,7 +357,7 @@ async def test_after_a_kernel_that_passed_nothing_is_taken(here: Client) -> None
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Return a function that installs its argument as this machine's measurer."""
+    """Return a function. It replaces the measurement on this machine by the function that it receives."""
 
     def be(measure: Callable[..., Any]) -> None:
         monkeypatch.setattr(setup, "measurer", lambda *_: measure)

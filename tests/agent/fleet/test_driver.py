@@ -1,7 +1,8 @@
-"""The GPUs of a sweep or a bundle: measurements that begin again, GPUs that leave, and a key that only the
-driver has.
+"""The GPUs that measure a sweep or a bundle: measurements that start again on another GPU, GPUs that are left
+out, and an API key that only the driver has.
 
-Slots run in this process. Checks are real except for the compiler; the figures of a GPU are made up.
+All slots (cores and GPUs) are fakes, which run their tasks in this process. Checks are real except for the
+compiler. Measurements are made up.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Gpus:
 
     def _act(self, slot: FakeSlot) -> Any:
         def act(task: Task, argument: dict[str, Any], progress: Progress) -> dict[str, Any]:
-            # If a fleet has several nodes, tasks are wrapped in ``sharing``, which also transfers objects.
+            # If a fleet has several nodes, ``sharing`` runs the task and also transfers compiled objects.
             if task is objects.sharing:
                 return {"answer": act(argument["task"], argument["argument"], progress), "made": []}
             assert task is pieces.measure
@@ -140,8 +141,8 @@ def test_a_gpu_that_fails_its_controls_once_stays(toy: Path) -> None:
 
 
 def test_a_measurement_begins_anew_when_its_gpu_is_lost(toy: Path) -> None:
-    """The first GPU is lost after a stage. The second GPU gets none of the stages that the first one
-    finished."""
+    """The first GPU is lost after it has finished a stage. The second GPU measures from the start: it does
+    not receive the stage that the first GPU finished."""
     known: list[dict[str, Any]] = []
 
     def measure(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured:

@@ -1,4 +1,4 @@
-"""Slots on a real Ray cluster of several nodes on this machine, and the faults that they survive."""
+"""A fleet on a real Ray cluster, and the faults that the fleet survives. All nodes run on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from coda_agent.verifier.gpu.worker import Lost
 pytestmark = pytest.mark.slow
 PATIENCE = 120.0  # seconds for a process to start on a busy machine
 SMALL = 80 << 20  # bytes; about the smallest object store that Ray accepts
-HEALTH = {  # Ray's default notices a lost node only after 15 s
+HEALTH = {  # with Ray's default values, the cluster would notice a lost node only after 15 s
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 4,
@@ -37,7 +37,7 @@ HEALTH = {  # Ray's default notices a lost node only after 15 s
 
 
 class Fleet:
-    """A cluster whose head node has no slots, together with the driver's executor and pool."""
+    """A cluster, and the driver's executor and pool. The head node of the cluster has no slots."""
 
     def __init__(self, directory: Path) -> None:
         from ray.cluster_utils import Cluster
@@ -98,10 +98,11 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     before = os.environ.get("PYTHONPATH", "")
-    os.environ["CODA_AGENT_VERSION"] = "as tested"  # fixed, so that edits during the test do no harm
+    # A fixed version replaces the hash of the checkout's files, so that a file may be edited during the test.
+    os.environ["CODA_AGENT_VERSION"] = "as tested"
     os.environ["PYTHONPATH"] = os.pathsep.join([before, str(SUPPORT)])
     os.environ["ANTHROPIC_API_KEY"] = (
-        "sk-ant-fake-of-the-cluster"  # as if somebody had started the raylet with a key
+        "sk-ant-fake-of-the-cluster"  # as if somebody had started Ray's processes with a key
     )
     made = Fleet(tmp_path_factory.mktemp("nodes"))
     try:
@@ -163,8 +164,8 @@ def test_a_hung_piece_is_killed_and_its_node_stays(fleet: Fleet) -> None:
 
 
 def test_a_removed_node_costs_the_pieces_on_it(fleet: Fleet, tmp_path: Path) -> None:
-    """Two pieces run on two nodes. One node leaves, and both pieces end on the other node. Then a new node
-    joins."""
+    """Each of two nodes runs one piece. After one node has left, the other node finishes both pieces. Then a
+    new node joins."""
     go, before = tmp_path / "go", len(fleet.events)
     answers: list[dict[str, Any]] = []
     heard: list[str] = []
@@ -255,8 +256,8 @@ def test_a_lost_head_is_said_within_seconds(fleet: Fleet, monkeypatch: pytest.Mo
 
 
 def test_auto_ignores_the_address_of_a_dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray records the address of its last cluster. Without a check, Ray would try a dead address for
-    minutes."""
+    """Ray records the address of its last cluster. If the product did not check whether this cluster still
+    runs, Ray would try to reach the dead address for minutes."""
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -1,4 +1,5 @@
-"""Leases of slots: one piece at a time on a slot, pieces that begin again, slots that leave."""
+"""The pool leases slots (cores and GPUs) to pieces of work: one piece at a time on a slot, pieces that start
+again on another slot, and slots that leave."""
 
 from __future__ import annotations
 

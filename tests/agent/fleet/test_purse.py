@@ -1,4 +1,5 @@
-"""One budget for many runs: 30 requests at once, refunds, and the end of the budget."""
+"""Many runs share one budget: 30 requests at once, the return of unused reservations, and the end of the
+budget."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def settle(ledger: BudgetLedger, usage: Usage) -> None:
 
 def test_thirty_requests_under_way_fit_the_budget_together(tmp_path: Path) -> None:
     """Each request reserves 11,000 tokens and uses 3,000, so the budget of 100,000 has room for 9 requests at
-    once. Each settled request frees tokens, so all 30 requests fit in the end."""
+    once. Each request that ends returns its unused tokens, so in the end all 30 requests fit the budget."""
     purse, limits = Purse(), RunLimits(tokens=100_000)
     ledgers = [ledger(tmp_path, n, purse, limits) for n in range(30)]
     most, refused, paid = 0, [], []

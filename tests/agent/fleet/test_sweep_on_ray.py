@@ -1,6 +1,6 @@
 """Sweeps on a real Ray cluster, with these faults: a second driver, a killed driver, a killed head of the
-cluster, and a provider that refuses every request. In one sweep, fifteen requests reach the budget. No
-request is paid for twice."""
+cluster, and a provider that refuses every request. In one sweep, fifteen requests at once reserve the whole
+budget. No request is paid for twice."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ def cluster(cores: int) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Any]:
-    """Return one cluster for all sweeps in which no node is lost."""
+    """Return the cluster that the tests share. No test kills a node of this cluster."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CODA_AGENT_VERSION", "as tested")  # fixed, so that edits during the test do no harm
+        # A fixed version replaces the hash of the checkout's files, so that a file may be edited meanwhile.
+        patch.setenv("CODA_AGENT_VERSION", "as tested")
         with cluster(1) as made:
             yield made
 
@@ -72,7 +73,7 @@ def driving(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # fixed, so that edits during the test do no harm
+    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")  # see ``lasting``
     toy, said = write_toy(tmp_path), ""
     logs = []
     with FakeMessages(*[answer(fenced(TOY_KERNEL))] * 9) as api:
@@ -94,7 +95,7 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
                 out, errors = driver.communicate(timeout=PATIENCE)
             said += out + errors
             assert driver.returncode == 3 and "--ray ADDRESS" in errors and name in errors
-        second = request.getfixturevalue("lasting")  # starts now, after the end of the first cluster
+        second = request.getfixturevalue("lasting")  # only now, because the first cluster has ended
         logs.append(Path(second.head_node.get_session_dir_path()))
         with driving("resume", name, "--no-gpu", "--ray", second.address) as driver:
             out, errors = driver.communicate(timeout=PATIENCE)
@@ -127,8 +128,9 @@ def test_a_provider_that_refuses_everyone_costs_nothing(
 def test_a_budget_that_fifteen_requests_under_way_reach(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: Any
 ) -> None:
-    """The budget has room for 15 requests at once. These requests use less than they reserve, so two more
-    requests fit, and then one more. With a larger budget, every run ends."""
+    """The budget has room for the reservations of 15 requests at once. These requests use less than they
+    reserve, so the rest of the budget has room for two more requests, and then for one more. After the budget
+    is doubled, every run ends."""
     monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")
     runs_at_once, more, most = 15, 3, 1024
     together = threading.Barrier(runs_at_once, timeout=PATIENCE)

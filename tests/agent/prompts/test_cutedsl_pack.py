@@ -1,5 +1,5 @@
-"""The CuTeDSL pack is small enough, names only things that exist in the installed packages, and has examples
-that compile for sm_90a."""
+"""The CuTeDSL pack is part of the prompt for authors who edit lowered text. It is small enough, names only
+things that exist in the installed packages, and has examples that compile for sm_90a."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GIVEN = lower(TOY).text.replace(SUFFIX, "")  # the text that the author of an ed
 WHOLE, *SNIPPETS = FENCED.findall(TEXT)
 QUOTIENTS, COLUMNS = [(SNIPPETS[0], SNIPPETS[1])], [(SNIPPETS[2], SNIPPETS[3]), (SNIPPETS[4], SNIPPETS[5])]
 
-# One process does everything that needs the DSL, because its imports take seconds.
+# One process does everything that needs the DSL, because the DSL's imports take seconds.
 CHILD = """
 import importlib, json, pathlib, sys
 from dataclasses import replace
@@ -90,8 +90,9 @@ INVENTED = ["cute.arch.no_such_thing", "primitives.device.no_such_module"]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the missing names (``missing``), the SASS of the kernels that the examples edit (``step`` and
-    ``finish``), and the SASS of the toy's early finishing kernel (``early``)."""
+    """Return the names that do not exist (``missing``) and the SASS of three kernels. Two kernels are edited
+    as in the pack's examples (``step`` and ``finish``). The third kernel is the toy's finishing kernel,
+    lowered with ``early=True`` (``early``)."""
     scratch = tmp_path_factory.mktemp("pack")
     environment = os.environ | {
         "CODA_AGENT_CACHE": str(scratch),
@@ -219,7 +220,7 @@ def read(path: Path) -> list[str]:
 
 
 def arithmetic(lines: list[str]) -> set[tuple[str, ...]]:
-    """Return all sequences of three consecutive operations, without the numbers of nodes."""
+    """Return every three consecutive operations in ``lines``, with the numbers of nodes removed."""
     plain = [re.sub(r"\b([a-z])\d+(_\d)?\b", r"\1", line.strip()) for line in lines]
     operations = [line for line in plain if line.startswith("n = ")]
     return set(zip(operations, operations[1:], operations[2:], strict=False))

@@ -1,4 +1,4 @@
-"""The prompt pack contains the whole vocabulary, and no kernel, example or tip of the prompt's own spec."""
+"""A prompt contains the whole vocabulary, but no kernel, example or tip of the prompt's own spec."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def tip(number: int, spec: str) -> Tip:
 
 def statements(source: str) -> set[str]:
     """Return the lines that reveal a kernel: lines with a call, an operator or a comparison, and with more
-    than 12 characters besides spaces. A bare product of two inputs does not count, because every spec
-    contains its own product."""
+    than 12 characters, not counting spaces. A line that only multiplies two inputs does not count, because
+    the spec states this product anyway."""
     lines = source.splitlines()
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -94,7 +94,8 @@ def test_no_line_of_a_recorded_answer_was_in_the_prompt_it_answered(name: str) -
 
 
 def test_an_answer_in_the_prompt_would_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If an example contained a kernel for the prompt's own spec, the comparison above would notice."""
+    """If an example contained a kernel for the prompt's own spec, the comparison in
+    ``test_no_line_of_an_answer_is_in_the_prompt`` would fail."""
     (tmp_path / "leak.yaml").write_text("inputs:\n  x: {shape: [M, K]}\ncases: []\n")
     (tmp_path / "leak.py").write_text(HONEST["gemm_swiglu_bwd"])
     monkeypatch.setattr(prompt, "EXAMPLES", tmp_path)

@@ -1,4 +1,4 @@
-"""The anthropic provider: its requests, its answers, and no API key in any result."""
+"""The anthropic provider: its requests and its answers. No result contains the API key."""
 
 from __future__ import annotations
 

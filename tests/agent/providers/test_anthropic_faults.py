@@ -1,4 +1,4 @@
-"""The anthropic provider against a local server that misbehaves, and the cost of each fault."""
+"""The anthropic provider asks a local server that misbehaves; each fault has the right cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coda_agent.agent.run.journal import Journal
 pytestmark = [pytest.mark.usefixtures("no_keys"), pytest.mark.slow]
 
 
-# Temporary faults. Each flag states whether the fault leaves a charge of unknown size.
+# Temporary faults. The flag states whether the cost of a request stays unknown after the fault.
 PASSING = {
     "429": (fake.status(429, "rate_limit_error", retry_after="3600"), False),
     "429, date": (fake.status(429, "rate_limit_error", retry_after="Fri, 01 Jan 2100 00:00:00 GMT"), False),
@@ -42,7 +42,7 @@ def test_a_fault_that_passes_is_tried_again(name: str) -> None:
     purse = Purse()
     result, server, streamed = ask(fault, fake.answer("here it is"), meter=purse)
     assert isinstance(result, Turn)
-    assert (result.text, result.usage) == ("here it is ", USAGE)  # nothing comes from the broken attempt
+    assert (result.text, result.usage) == ("here it is ", USAGE)  # those of the second request
     assert len(server.requests) == 2
     assert "asking again" in streamed
     assert [c.settled for c in purse.charges] == [None if uncertain else Usage(), None]
@@ -126,7 +126,7 @@ def test_a_run_s_deadline_ends_an_answer(hangs: Reply) -> None:
     options = {"patience": night.patience(), "timeout": 600.0}
     result, server, _ = ask(hangs, meter=purse, deadline=night.now + 0.3, **options)
     assert "the run's time ended before an answer came" in str(refused(result))
-    assert "RemoteProtocolError" not in str(result)  # not the server but the provider ended the request
+    assert "RemoteProtocolError" not in str(result)  # the provider ended the request, not the server
     assert len(server.requests) == 1
     assert [c.settled for c in purse.charges] == [None]
 
@@ -176,7 +176,7 @@ def test_each_request_is_reserved_and_its_answer_shrinks_to_fit() -> None:
     _, server, _ = ask(fake.status(529, "overloaded_error"), fake.answer("a"), meter=purse, model="claude-m")
     assert purse.asked == [("claude-m", fake.COUNTED, 32_000)] * 2
     assert [r["max_tokens"] for r in server.requests] == [2000, 2000]
-    (counted,) = server.counted  # the request whose tokens were counted is the one that is sent
+    (counted,) = server.counted  # tokens were counted once, for the request that was then sent
     assert counted == {k: v for k, v in server.requests[0].items() if k not in ("max_tokens", "stream")}
 
 
@@ -218,7 +218,8 @@ def test_an_answer_that_the_budget_cut_ends_out_of_budget(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_what_was_never_sent_costs_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server refuses the connection, or never completes the TLS handshake."""
+    """With http, the server refuses the connection. With https, the server never completes the TLS handshake.
+    Neither request costs anything."""
     monkeypatch.setattr("coda_agent.agent.providers.anthropic.ASIDE", 0.1)
     purse, mute = Purse(), socket.create_server(("127.0.0.1", 0))
     url = f"{scheme}://127.0.0.1:{mute.getsockname()[1]}"
@@ -234,4 +235,4 @@ def test_tokens_that_cannot_be_counted_are_overrated() -> None:
     purse = Purse()
     with FakeMessages(fake.answer("a"), count=fake.status(500, "api_error")) as server:
         claude(server).next_turn(Question("SYSTEM " * 700, ASK, meter=purse))
-    assert 2450 < purse.asked[0][1] < 3000  # an overestimate, because a token has more than two letters
+    assert 2450 < purse.asked[0][1] < 3000  # one token for every two characters, which is too many

@@ -1,4 +1,4 @@
-"""The `claude` command as an author. A stand-in on the PATH replaces the command and is run in the same way.
+"""The `claude` command as an author. A stand-in on the PATH replaces the command, and the provider runs it.
 
 The stand-in prints copies of the lines that Claude Code 2.1.330 printed on 2026-11-22 (`claude_says.py`). The
 last line is the account, which states the result and the cost. Where the command dies, fails while it
@@ -54,8 +54,8 @@ from coda_agent.agent.run.tools import TOOLS, submission
 
 pytestmark = pytest.mark.slow
 
-# The stand-in records how it was started, and carries out the first plan of its list. It then removes this
-# plan from the list, unless no other plan is left.
+# The stand-in records in kept.json how it was started, and carries out the first plan in plan.json. It also
+# removes this plan from plan.json, unless this plan is the last one.
 STAND_IN = f"""#!{sys.executable}
 import json, os, subprocess, sys, time
 here = os.path.dirname(os.path.abspath(__file__))
@@ -224,9 +224,11 @@ def test_an_outage_is_outlived(plan: Plan, ledger: BudgetLedger) -> None:
     question = Question("S", TASK, meter=ledger, say=heard.append)
     turn = make("claude-code", patience=quick(waits)).next_turn(question)
     assert turn.text == "Here it is. " and len(waits) == 4 and json.loads((here / "plan.json").read_text())
-    assert 0.75 <= waits[0] <= 1 and waits == sorted(waits)  # each wait is about twice as long as the last
+    assert 0.75 <= waits[0] <= 1 and waits == sorted(waits)  # each wait is about twice the wait before
     assert "claude ended with status 1: API Error: Connection to the API was lost" in "".join(heard)
-    told = ledger.spent()  # two requests have an unknown cost, two cost nothing, the loop settles the last
+    # Two requests have an unknown cost, and two cost nothing. The last request stays reserved until the loop
+    # settles it.
+    told = ledger.spent()
     assert told.uncertain_tokens == (2 + 1) * (tokens("S") + tokens(TASK[0].text) + 32_000)
     assert told.tokens == told.uncertain_tokens and told.dollars == 0
 
@@ -357,7 +359,7 @@ def test_what_a_failure_tells_settles_its_request(plan: Plan, ledger: BudgetLedg
     assert fails(stderr="error: unknown option '--tools'", status=1).tokens == 0
     for account in (OVERLOADED, LIMIT, REFUSED, failed("Not logged in · Please run /login")):
         assert fails(**printed(account)) == Spent(0, 0.006210)
-    half = response("half an ", stop=None)  # the length of the rest is unknown
+    half = response("half an ", stop=None)  # it was cut off, so its number of tokens is unknown
     for broken in (failed("API Error: told in the stream", 529), RESET | {"usage": RESULT["usage"]}):
         assert fails(**printed(*half, broken)).tokens > 32_000
     assert fails(stderr="boom", status=134).tokens > 32_000
@@ -436,8 +438,8 @@ def test_an_answer_is_not_lost_to_what_the_command_leaves_behind(
 def test_a_disk_that_fills_up_meanwhile_loses_no_answer(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command fills the disk that holds its scratch folder, if this user may mount a small disk for the
-    folder."""
+    """The answer is not lost if the command fills the disk that holds the command's scratch folder. The
+    stand-in fills the disk only if this user may mount a small disk."""
     with mounted(tmp_path / "disk", 1 << 20) as disk:
         monkeypatch.setattr(tempfile, "tempdir", str(disk))
         plan(_planned(RESULT) | {"fills": os.path.ismount(disk)})
@@ -447,8 +449,8 @@ def test_a_disk_that_fills_up_meanwhile_loses_no_answer(
 def test_a_command_that_cannot_be_started_is_tried_again_and_costs_nothing(
     plan: Plan, ledger: BudgetLedger
 ) -> None:
-    """A start fails, for example, while the command is being updated or the disk of the scratch folder is
-    full."""
+    """For example, the command cannot be started while it is being updated, or while the disk of the scratch
+    folder is full."""
     here = plan(RESULT)
 
     def back(seconds: float) -> None:

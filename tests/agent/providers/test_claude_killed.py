@@ -1,5 +1,5 @@
-"""The `claude` command ends with the process that started it, even if that process is killed. Processes and
-kills are real."""
+"""The `claude` command ends when the process that started it ends, even if that process is killed. Processes
+and kills are real."""
 
 from __future__ import annotations
 

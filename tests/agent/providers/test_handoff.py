@@ -1,4 +1,4 @@
-"""The handoff provider: answer files that are written slowly, late, in pieces, or never."""
+"""The handoff provider waits for answer files that an author writes slowly, late, in pieces, or never."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_handoff_waits_for_a_slow_writer(tmp_path: Path) -> None:
     ],
 )
 def test_handoff_waits_for_a_writer_that_pauses(tmp_path: Path, first: str, rest: str) -> None:
-    """The provider takes an answer as soon as its END line is written, so a pause before END may be long."""
+    """The provider takes an answer as soon as its last line is ``<!-- end -->``, so the author may pause for
+    long before this line."""
     answer = tmp_path / "answer-1.md"
 
     def author() -> None:
@@ -89,7 +90,8 @@ def test_handoff_waits_for_a_writer_that_pauses(tmp_path: Path, first: str, rest
 
 
 def test_handoff_an_answer_without_its_end_has_to_stand_still_for_long(tmp_path: Path) -> None:
-    """With the default options, a pause of a few seconds does not end an answer."""
+    """With the default options, the provider does not take an answer just because its author pauses for a few
+    seconds."""
     (tmp_path / "answer-1.md").write_text("```python\na = 1\n```\n")
     with pytest.raises(
         ProviderError, match=r"answer-1.md looks incomplete \(it was still changing\) .*end it"
@@ -137,8 +139,8 @@ def test_handoff_waits_for_more_than_an_end(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["I say <!-- end -->", "a = 1<!-- end -->\n", "<!-- end --> and more"])
 def test_handoff_s_end_is_a_line_of_its_own(tmp_path: Path, text: str) -> None:
-    """END counts only on a line of its own. Elsewhere it is text, and the answer file has to stay unchanged
-    for a while before the provider takes the answer."""
+    """``<!-- end -->`` ends an answer only on a line of its own. Elsewhere it is part of the text, and the
+    provider takes the answer only after the file has stayed unchanged for a while."""
     (tmp_path / "answer-1.md").write_text(text)
     with pytest.raises(ProviderError, match="looks incomplete"):
         hand(tmp_path, time_limit=0.1, settle=60.0).next_turn(Question("S", ASK))
@@ -266,8 +268,8 @@ def test_an_answer_has_a_largest_size(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """The prompt's temporary file is not written through a link either. Whoever writes the answers knows both
-    file names, and could place links there."""
+    """Neither the prompt nor its temporary file is written through a link. Whoever writes the answers knows
+    both file names, and could create links with these names."""
     mine = tmp_path / "mine"
     mine.write_text("precious")
     for name in ("prompt-1.md", f".prompt-1.md.{os.getpid()}.tmp"):
