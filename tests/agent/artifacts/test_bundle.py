@@ -1,5 +1,5 @@
-"""Bundles carry kernels to a machine with a GPU, and results back: their contents, the measurement, and the
-bundles and results that are refused.
+"""A bundle carries kernels to a machine with a GPU, and a results file carries the measurements back. Damaged
+bundles, and results of other kernels, are refused.
 
 Fakes replace ``verifier.measure.measure`` and the GPU workers, because these tests have no GPU. All other
 code of the product is real.
@@ -71,7 +71,7 @@ class Gpu:
         self.quack: list[Mapping[str, QuackTuned]] = []
         self.ahead: list[Any] = []
         self.cut_before = ""  # raise Cut before this case
-        self.cut_at = 0  # raise Cut at the end of this measurement; the first is 1
+        self.cut_at = 0  # raise Cut at the end of the measurement with this number, from 1
         self.verdict: Callable[[Spec, Program], Measured | Rejected | Unmeasured] = measured
 
     def measure(
@@ -108,8 +108,8 @@ class Gpu:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Replace the workers by fakes with the numbers 0, 1, 2, ...; return the list of the closed workers'
-    numbers. The product starts one worker in advance for each entry of a bundle."""
+    """Replace the workers by fakes, which are numbered from 0. Return a list that receives the number of each
+    closed worker. The product starts one worker in advance for each entry of a bundle."""
     closed: list[int] = []
     started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
     monkeypatch.setattr("coda_agent.verifier.stages.start_workers", lambda: [next(started)])
@@ -386,7 +386,7 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
     assert gpu.cases == ["large"]
     measure(path)
     assert gpu.cases == ["large", "wide", "ragged"]
-    measure(path)  # after a complete measurement, a new one starts from the beginning
+    measure(path)  # after a complete measurement, the next one starts from the beginning
     assert gpu.cases == ["large", "wide", "ragged"] * 2
     assert not list(path.parent.glob("*.partial"))
 
@@ -410,8 +410,8 @@ def test_what_is_done_of_a_bundle_can_be_taken_home(
 def test_what_was_taken_home_is_what_a_resumed_bundle_says(
     packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
-    """A resumed measurement keeps the results of finished entries, dates included. It also closes the workers
-    of these entries."""
+    """If a measurement is resumed, it keeps the results of finished entries, including the dates. It also
+    closes the workers that it has started for these entries."""
     name, path = packed
     thrice = TWICE.replace("2 *", "3 *")
     bundle.pack([name, make_run(spec, TWICE), make_run(spec, thrice)], path)
@@ -453,7 +453,7 @@ def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: G
 
 
 def test_what_was_kept_stands_for_no_other_sizes(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
-    """After a size of one case changes, all cases are measured again, although the case's name, the program
+    """After the size of one case changes, all cases are measured again, although the case's name, the program
     and the lowered text stay the same."""
     _, path = packed
     cut_off(path, gpu)
@@ -484,7 +484,7 @@ def test_a_cases_name_is_no_path(tmp_path: Path, gpu: Gpu) -> None:
     assert gpu.cases == ["large", "../../8/16", "ragged"]
 
 
-# The schedules that won an earlier measurement are in the bundle, so tuning times only these schedules.
+# The bundle contains the schedules that were fastest in an earlier measurement, so tuning times only these.
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""The commands ``generate`` and ``resume``. Most tests run the command in this process, with the author's
-answers in files from the start. Other tests stop, interrupt and resume real processes."""
+"""The commands ``generate`` and ``resume``. Most tests run the command in this process; the author's answers
+are in files before the command starts. Other tests stop, interrupt and resume real processes."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_json_is_all_there_is_on_stdout(command: Command, spec: Path, tmp_path: 
 
 
 def background(*arguments: object) -> subprocess.Popen[str]:
-    # A shell's background job ignores SIGINT, and so would this process if pytest is such a job. Therefore
+    # If pytest is a background job of a shell, pytest and its child processes ignore SIGINT. Therefore
     # ``preexec_fn`` resets SIGINT.
     return subprocess.Popen(
         [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)],

@@ -87,8 +87,8 @@ def test_a_spec_with_its_kernel_is_derived_and_judged(command: Command, tmp_path
 
 @pytest.mark.slow
 def test_packed_queries_keys_and_values_are_judged(command: Command, tmp_path: Path) -> None:
-    """The backward reads one matrix, in which the gradients of q, k and v lie side by side. So it needs no
-    third matmul for ``sum(dz * z)``, the row sum in the gradient of ``rstd``."""
+    """The backward reads one matrix, in which the gradients of q, k and v lie side by side. So the
+    backward needs no third matmul for ``sum(dz * z)``, the row sum in the gradient of ``rstd``."""
     name = "gemm_rmsnorm_qkv_rope"
     (path,) = (ROOT / "tests" / "honest" / name).glob("*.py")
     spec = ROOT / "specs" / f"{name}.yaml"

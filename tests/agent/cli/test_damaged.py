@@ -86,7 +86,7 @@ def test_a_damaged_run_says_where(spec: Path, damage: str) -> None:
     name, good = accepted_run(spec), make_run(spec)
     act, place = DAMAGE[damage]
     act(name)
-    if damage != "program":  # found only when the spec is read too
+    if damage != "program":  # a damaged program is found only if the spec is read too
         with pytest.raises(DamagedError) as error:
             record.glance(runs.folder(name) / runs.JOURNAL)
         assert name in str(error.value) and place in str(error.value)

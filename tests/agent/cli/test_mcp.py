@@ -137,8 +137,8 @@ class Story:
 
 
 async def lived(place: Path) -> Story:
-    """Run one client's session and return its answers: a prompt, a checked draft, a kernel that fails, a run
-    that is in use, and a kernel that passes."""
+    """Run one client's session; return the server's answers. The session has a prompt, a checked draft, a
+    kernel that fails, a run that another process uses, and a kernel that passes."""
     environment = os.environ | {"ANTHROPIC_API_KEY": KEY, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment["PYTHONPATH"]])
     command = StdioServerParameters(
@@ -357,7 +357,7 @@ async def test_after_a_kernel_that_passed_nothing_is_taken(here: Client) -> None
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Return a function. It replaces the measurement on this machine by the function that it receives."""
+    """Return a function ``be``. After ``be(measure)``, this machine measures by calling ``measure``."""
 
     def be(measure: Callable[..., Any]) -> None:
         monkeypatch.setattr(setup, "measurer", lambda *_: measure)

@@ -95,7 +95,7 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
                 out, errors = driver.communicate(timeout=PATIENCE)
             said += out + errors
             assert driver.returncode == 3 and "--ray ADDRESS" in errors and name in errors
-        second = request.getfixturevalue("lasting")  # only now, because the first cluster has ended
+        second = request.getfixturevalue("lasting")  # starts only now, after the first cluster has ended
         logs.append(Path(second.head_node.get_session_dir_path()))
         with driving("resume", name, "--no-gpu", "--ray", second.address) as driver:
             out, errors = driver.communicate(timeout=PATIENCE)

@@ -201,8 +201,8 @@ def test_no_line_of_an_accepted_kernel_is_in_it() -> None:
 
 
 def test_no_arithmetic_of_an_accepted_kernel_is_in_it() -> None:
-    """The pack must not contain three consecutive operations that occur in only one or two kernels. Single
-    operations do not count, because lowering writes them into every kernel."""
+    """The pack must not contain three consecutive operations that occur in only one or two accepted kernels.
+    Single operations do not count, because lowering writes them into every kernel."""
     kernels = [arithmetic(read(path)) for path in LOWERED]
     seen = Counter(three for kernel in kernels for three in kernel)
     own = {three for three, count in seen.items() if count <= 2}
@@ -220,7 +220,7 @@ def read(path: Path) -> list[str]:
 
 
 def arithmetic(lines: list[str]) -> set[tuple[str, ...]]:
-    """Return every three consecutive operations in ``lines``, with the numbers of nodes removed."""
+    """Return all sequences of three consecutive operations in ``lines``. The numbers of nodes are removed."""
     plain = [re.sub(r"\b([a-z])\d+(_\d)?\b", r"\1", line.strip()) for line in lines]
     operations = [line for line in plain if line.startswith("n = ")]
     return set(zip(operations, operations[1:], operations[2:], strict=False))

@@ -1,4 +1,5 @@
-"""The anthropic provider asks a local server that misbehaves; each fault has the right cost."""
+"""The anthropic provider with a local server that misbehaves: retries, time limits, and the charge for each
+fault."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from coda_agent.agent.run.journal import Journal
 pytestmark = [pytest.mark.usefixtures("no_keys"), pytest.mark.slow]
 
 
-# Temporary faults. The flag states whether the cost of a request stays unknown after the fault.
+# Temporary faults. The second value is True if the cost of the failed request stays unknown.
 PASSING = {
     "429": (fake.status(429, "rate_limit_error", retry_after="3600"), False),
     "429, date": (fake.status(429, "rate_limit_error", retry_after="Fri, 01 Jan 2100 00:00:00 GMT"), False),

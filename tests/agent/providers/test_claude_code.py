@@ -212,7 +212,7 @@ def test_no_answer_says_why(plan: Plan, answer: dict[str, Any], words: str, retr
 
 
 def quick(waits: list[float]) -> Patience:
-    """Return the default patience, except that it appends its waiting times to ``waits`` and does not
+    """Return the default patience with a fake sleep, which appends the waiting time to ``waits`` and does not
     wait."""
     return Patience(sleep=waits.append)
 

@@ -72,7 +72,7 @@ def test_one_that_is_no_program_was_not_asked(here: Path) -> None:
 
 def test_a_program_is_as_if_it_were_started_at_once(tmp_path: Path) -> None:
     """``subprocesses.start`` gives a program the same arguments, files, working directory and signals as
-    ``Popen`` does. The program's own exit status is returned."""
+    ``Popen`` does. ``subprocesses.attend`` returns the program's own exit status."""
     command = ["/bin/sh", "-c", 'cat; pwd; echo "$1"; grep SigIgn /proc/self/status; exit 7', "sh", "a b"]
     found = [
         subprocesses.attend(partial(begin, command, cwd=tmp_path), "given\n", 60)
