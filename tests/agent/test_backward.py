@@ -1,4 +1,4 @@
-"""A derived spec: the ordinary gates judge the derived kernel together with its forward."""
+"""The spec of a derived backward: the ordinary gates judge the backward and its forward as a pair."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
-# Specs of every kind of forward. If a pair names an output, the derived backward computes the gradient of
-# this output as a matmul of ``d_next`` and ``w_next``.
+# Specs of every kind of forward, each with the name of an output or None. If an output is named, the derived
+# backward computes the gradient of this output as a matmul of ``d_next`` and ``w_next``.
 PAIRS = [
     ("gemm_alpha_residual", None), ("gemm_bias_gelu", None), ("gemm_bias_gelu", "act"), ("gemm_geglu", "act"),
     ("gemm_layernorm", None), ("gemm_partial_cross_entropy_unstored", None), ("gemm_qk_norm_rope", None),

@@ -1,4 +1,4 @@
-"""One file adds a provider. Then all messages of the command about providers include this provider."""
+"""One new file adds a provider: the command's options, checks and errors then include this provider."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ main()
 
 
 def said(folder: Path, *words: str) -> tuple[int, str]:
-    """Run a command that has the additional provider; return its exit status and output."""
+    """Run coda-agent with an additional provider; return the exit status and the output of the process."""
     (folder / "oracle.py").write_text(PROVIDER)
     environment = {k: v for k, v in os.environ.items() if k != "ANTHROPIC_API_KEY"}
     environment |= {"COLUMNS": "300", "CODA_AGENT_RUNS": str(folder / "runs")}

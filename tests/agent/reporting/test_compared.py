@@ -61,8 +61,8 @@ def too_slow(toy: Path) -> Rejected:
 
 
 def repaired_and_improved(toy: Path, **header: Any) -> str:
-    """Return the name of a run of three attempts: the first is rejected, the second is measured, and the
-    third is faster than the second in both cases."""
+    """Make a run of three attempts; return the name of the run. The first attempt is rejected, the second is
+    accepted, and the third is faster than the second in both cases."""
     run = runs.start(toy, HEADER | header)
     program = program_of(run.spec, TOY_KERNEL)
     found = measured(run.spec, program, 1.5)
@@ -86,7 +86,8 @@ def repaired_and_improved(toy: Path, **header: Any) -> str:
 
 
 def group(toy: Path) -> list[str]:
-    """Return the names of three candidates: one repaired and improved, one too slow, one checked."""
+    """Make the runs of three candidates; return the names of the runs. The first candidate is repaired and
+    improved, the second is too slow, and the third is only checked."""
     first = repaired_and_improved(toy, **candidate(1))
     second = make_run(toy, found=too_slow(toy), **candidate(2, first))
     return [first, second, make_run(toy, **candidate(3, first))]
@@ -157,7 +158,7 @@ def test_a_change_that_was_not_kept_says_by_how_much(toy: Path) -> None:
     (told,) = compared.as_dict([name])["runs"]
     assert told["rounds"][1]["status"] == "rejected"
     assert told["rounds"][1]["gain"]["large"]["high"] == pytest.approx(0.988, abs=1e-3)
-    # the figure of the kept kernel
+    # the speedup of the kept kernel, not of the rejected change
     assert told["cases"]["large"]["speedup"]["estimate"] == pytest.approx(1.3)
 
 

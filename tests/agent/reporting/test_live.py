@@ -25,8 +25,8 @@ def test_the_live_view_takes_white_space() -> None:
 
 
 class Overtaken(LiveView):
-    """A view whose words are empty after the first read, as if the loop had meanwhile begun its next
-    attempt."""
+    """A view whose words are gone at the second read, as if the loop had begun the next attempt between the
+    two reads."""
 
     looks = 0
 

@@ -1,4 +1,4 @@
-"""In a Markdown table, no text of a cell can end the cell or the line."""
+"""The text of a cell in a Markdown table cannot end the cell or the line."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Node:
 
 
 class Tree(HTMLParser):
-    """Build the tree of elements; fail if an element is closed out of order."""
+    """Parse HTML into a tree of elements; fail if an element is closed out of order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def test_figures_that_this_version_has_no_words_for_are_shown_as_they_are(toy: P
     )
     strange = Rejected(gate="numerics", code="numerics", message="no", line=-99, gates=gates)
     (attempt,) = attempts(shown(make_run(toy, found=strange), out))
-    rows = cells(attempt, "In the order")[5:7]  # after the headings and the gates of the check
+    rows = cells(attempt, "In the order")[5:7]  # skip the headings and the check's four gates
     assert rows[0] == ["astrology", "passed", "1.00", '{"sign": "Leo"}\n[red]a finding']
     assert rows[1] == ["contract", "passed", "1.00", '{"other": 1}']
     assert attempt.every("p", "rejected")[0].text == "line -99: \nno"
@@ -287,7 +287,7 @@ def test_sources_are_diffs_after_the_first(toy: Path, out: Path) -> None:
         assert [s.text[:-1] for s in diff.every("span", "add")] == [x for x in lines if x.startswith("+")]
         assert [s.text[:-1] for s in diff.every("span", "del")] == [x for x in lines if x.startswith("-")]
         assert diff.every("span", "add") and diff.every("span", "del")
-        assert after in [pre.text for pre in attempt.every("pre")]  # the whole source, collapsed
+        assert after in [pre.text for pre in attempt.every("pre")]  # the whole source is there too, collapsed
 
 
 def test_drafts_and_void_measurements_stand_with_their_attempt(toy: Path, out: Path) -> None:
@@ -450,8 +450,8 @@ def test_a_run_that_is_under_way_is_shown_as_it_stands(toy: Path, out: Path) -> 
 
 
 def test_an_attempt_may_take_several_turns(toy: Path, out: Path) -> None:
-    """A turn that only uses tools has an answer but no report. The number in a report's key is the number of
-    the judged turn."""
+    """A turn that only uses tools has an answer but no report. So turns 2 and 4 of this run are its attempts
+    1 and 2, and the keys of their reports contain 2 and 4."""
     run = runs.start(toy, HEADER)
     program = program_of(run.spec, TOY_KERNEL)
     found = measured(run.spec, program)

@@ -1,4 +1,4 @@
-"""Intervals of proportions against published values."""
+"""The intervals of proportions, and of their differences, agree with published values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coda_agent.agent.reporting.proportions import Difference, difference, wilso
 
 @pytest.mark.parametrize(
     ("passed", "total", "low", "high"),
-    [  # 10 of 10: 10/(10 + 1.96²); other rows: tables and calculators of Wilson's score interval
+    [  # 10 of 10: the low end is 10/(10 + 1.96²); other rows: published values of Wilson's score interval
         (10, 10, 0.7225, 1.0),
         (0, 10, 0.0, 0.2775),
         (1, 4, 0.0456, 0.6994),

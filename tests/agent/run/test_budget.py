@@ -163,8 +163,8 @@ def test_an_answer_that_tells_no_tokens_leaves_its_request_charged(journal: Jour
 
 
 def test_a_ledger_of_another_version_is_read(journal: Journal) -> None:
-    """In a ledger of another version, a failed turn states its usage, and a measurement is charged as a whole
-    after its pieces."""
+    """This journal has the events of another version of coda-agent. A failed turn has an event with its
+    usage, but no reservation. The GPU seconds are in the event of the measurement, not of its piece."""
     failed = {"usage": {"input_tokens": 5, "output_tokens": 5}, "dollars": None}
     journal.once("settled/1.failed.1", "settled", lambda: failed)
     journal.once("piece/1.0/numerics/large", "piece", lambda: {"conditions": {}})
@@ -188,7 +188,8 @@ def test_tokens_shrink_an_answer_and_end_a_run(journal: Journal) -> None:
 def test_dollars_shrink_an_answer_at_the_dearest_price(journal: Journal) -> None:
     book = ledger(journal, dollars=0.10)
     charge = book.reserve(MODEL, 4000, 32_000)
-    assert charge.max_tokens == 3000  # 0.1 dollars pay for 4000 tokens at 6.25 a million and 3000 at 25
+    # 0.1 dollars pay for 4000 input tokens at 6.25 dollars a million, and for 3000 output tokens at 25.
+    assert charge.max_tokens == 3000
     with pytest.raises(OutOfBudget, match=r"0.1 of 0.1 dollars used.*--budget-dollars"):
         book.afford()
     with pytest.raises(OutOfBudget, match="no price is known for claude-of-nowhere"):
@@ -293,9 +294,9 @@ def test_time_that_is_used_up_by_waiting_ends_a_run_as_budgets_do(begin: Callabl
 def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
     begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process has the GPU for 1000 s, which are not charged. Then a measurement is killed in its
-    second piece, so only its first piece is charged. The resumed measurement adds the time of its own
-    pieces."""
+    """The run first waits 1000 s for the lock of the GPU, and this wait is not charged. Then a measurement is
+    interrupted in its second piece, so only its first piece is charged. The resumed measurement adds the time
+    of its own pieces."""
     now = [0.0]
     monkeypatch.setattr("coda_agent.agent.run.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     lock, held = FileLock(cache_dir() / "gpu.lock", thread_local=False), threading.Event()
@@ -403,8 +404,8 @@ def hanging_compiler(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[s
 def test_a_gate_is_cut_off_at_the_deadline(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
 ) -> None:
-    """A gate that would never end is cut off at the deadline. The gate gives no verdict, and its processes
-    have ended."""
+    """A gate that would never end is cut off at the deadline. The gate leaves no verdict and no running
+    process."""
     run, notes, compilers = runs.start(write_toy(tmp_path), HEADER), Notes(), list[subprocess.Popen[bytes]]()
     with run.journal, monkeypatch.context() as patch:
         if gate == "compile":
@@ -440,7 +441,7 @@ def test_a_measurement_is_cut_off_at_the_deadline_and_charged(
 
         def judged(*given: Any) -> dict[str, Any]:
             found = real(*given)
-            going.ledger.began -= 3600.0 - 10.0  # leaves the run 10 seconds
+            going.ledger.began -= 3600.0 - 10.0  # 10 s are left when the measurement begins
             return found
 
         monkeypatch.setattr(going, "_check", judged)

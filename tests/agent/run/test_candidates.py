@@ -1,5 +1,5 @@
-"""Several candidates at once, in real processes. Their author is the handoff provider. The tests stop,
-interrupt and kill the processes."""
+"""Several candidates at once, in real processes, with the handoff provider as author. The tests interrupt
+and kill these processes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_the_best_of_two(toy: Path, tmp_path: Path) -> None:
 
 
 def two(toy: Path, directory: Path, **streams: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
-    """Start the command with two candidates, and wait until both wait for an answer."""
+    """Start ``coda-agent generate`` with two candidates. The ``with`` block begins when both candidates wait
+    for an answer."""
     prompts = [directory / str(number) / "prompt-1.md" for number in (1, 2)]
     return going(["generate", toy, *options(directory)], prompts, **streams)
 

@@ -37,7 +37,8 @@ def k(d_y, w, x):
 
 @pytest.fixture
 def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of a derived spec that has its program beside it; a fake replaces the compiler."""
+    """Return the path of a derived spec; its program is a file in the same folder. A fake replaces the
+    compiler."""
     forward = load(ROOT / "specs" / "gemm_row_abs_max.yaml", check=False)
     text = (ROOT / "generated_kernels" / "gemm_row_abs_max.program.json").read_text()
     program = Program.from_json(text, forward.signature())

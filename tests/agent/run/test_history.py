@@ -1,5 +1,5 @@
-"""The state of past runs, read from their journals. Reading does not take a journal away from the process
-that has it open."""
+"""The state of past runs, read from their journals. A process keeps its open journal, whoever
+reads this journal at the same time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_last_attempt_counts_and_tokens_add_up(toy: Path) -> None:
     (found,) = history.past()  # while this process has the run open
     assert (found.status, found.why, found.attempts) == ("rejected", "trace/name", 2)
     assert found.usage == Usage(200, 20, 2000, 2) and found.author == "Ada via a script"
-    run.journal.once("more", "more", dict)  # this process still has the journal
+    run.journal.once("more", "more", dict)  # the journal is still open here
     run.journal.close()
 
 
@@ -120,8 +120,8 @@ def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:
 
 
 def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
-    """The spending of a run, and the totals, include a request that was never answered and a void
-    measurement."""
+    """A request that was never answered counts as spending, and so does a void measurement. Both count for
+    their run and in the total of all runs."""
     lost, paid = (runs.start(toy, HEADER | {"provider": "anthropic"}) for _ in range(2))
     for run in (lost, paid):
         charge = BudgetLedger(run.journal, turn=1).reserve("claude-opus-5-5", 30_000, 6_311)
@@ -146,7 +146,7 @@ def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
 
 def test_runs_are_read_on_a_disk_without_room(toy: Path, runs_home: Path) -> None:
     name = make_run(toy)
-    (runs_home / name / "journal.db-shm").symlink_to("journal.db-shm")  # no index can be created
+    (runs_home / name / "journal.db-shm").symlink_to("journal.db-shm")  # so SQLite cannot create its index
     assert history.past_of(name).status == "checked" and "checked" in listed(name)
     assert "checked" in CliRunner().invoke(app, ["review", name, "--json"]).output
 
@@ -189,7 +189,7 @@ def test_a_journal_is_read_as_it_grows(toy: Path, runs_home: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("UPDATE events SET payload = '{}' WHERE key = 'answer/1'")
     assert history.past_of(name).status == "unreadable"
-    assert reading.past().status == "accepted"  # an event that was read once is not read again
+    assert reading.past().status == "accepted"  # `reading` does not read the event again
 
 
 def test_a_glance_changes_nothing(toy: Path, runs_home: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_command_lists_for_people_and_programs(toy: Path, runs_home: Path) -
     asked = CliRunner().invoke(app, ["runs", "--json"])
     (run,) = json.loads(asked.output)["runs"]
     assert (run["run"], run["status"], run["spec"]) == (name, "checked", "toy")
-    # Now no process has this run open.
+    # The run below counts as interrupted, because no process has its journal open.
     runs.start(toy, HEADER | {"provider": "handoff", "author": "Ada"}).journal.close()
     told = CliRunner().invoke(app, ["runs"])
     assert "interrupted: resume it" in told.output and "GPU s" not in told.output

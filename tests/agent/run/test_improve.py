@@ -1,5 +1,5 @@
-"""Improvement rounds: the text that the author is shown, the schedules that the author may set, and the
-kernel that is kept."""
+"""Improvement rounds: the text that the author sees, the schedules that the author may set, and the kernel
+that is kept."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def toy(runs_home: Path, tmp_path: Path, no_compiler: None) -> Path:
 
 
 class Gpu:
-    """A fake for the GPU gates. ``faster`` lists whether each change is faster; ``kept`` records which kernel
-    each change had to beat."""
+    """A fake for the GPU gates. ``faster`` has one entry for each change: True if the change is faster.
+    ``kernels`` records each measured kernel. ``kept`` records the kernel that each measured kernel had to
+    beat, or None."""
 
     def __init__(self, *faster: bool):
         self.faster = list(faster)
@@ -244,8 +245,8 @@ def test_a_change_travels_with_what_it_has_to_beat(
 
 @pytest.fixture
 def decided(toy: Path) -> Callable[..., None]:
-    """Return a function that decides on a change. The function takes the change's speedups over the kept
-    kernel in the cases ``large`` and ``wide``."""
+    """Return a function that raises Failed if a change is not to be kept. The arguments are the change's
+    speedups over the kept kernel in the cases ``large`` and ``wide``."""
     from authoring import timing
 
     from coda_agent.verifier.loading import load

@@ -19,8 +19,9 @@ from checkout import ROOT
 from coda_agent.agent.run.journal import Event, Journal, JournalError, glance, is_open, read_export
 from coda_agent.primitives.system.files import write_atomic
 
-# This program executes a run of some steps. One write(2) notes each production, and one notes each result of
-# `once`; a later SIGKILL cannot undo a note. `kill` names the point at which the child kills itself.
+# This program is a run of `steps` steps. The program notes each token that a step produces in the file
+# "produced", and each token that `once` returns in the file "given". A note is one write(2), so that a later
+# SIGKILL cannot undo the note. `kill` names the point at which the process kills itself.
 RUN = """
 import functools, os, signal, sqlite3, sys, uuid
 from pathlib import Path
@@ -69,7 +70,8 @@ def noted(directory: Path, name: str) -> list[list[str]]:
 
 
 def check_finished(directory: Path, steps: int) -> None:
-    """Check that each step returned the same content every time, and that the journal holds this content."""
+    """Check that `once` returned the same token every time for a step, and that the journal holds this
+    token."""
     first: dict[str, str] = {}
     for step, token in noted(directory, "given"):
         assert first.setdefault(step, token) == token, f"step {step} was given back twice, differently"
@@ -78,7 +80,7 @@ def check_finished(directory: Path, steps: int) -> None:
     assert [e.key for e in events] == [f"step/{i}" for i in range(steps)]
     assert {e.key[5:]: e.payload["token"] for e in events} == first
     produced = noted(directory, "produced")
-    # The journal holds the last production, because no step is produced again after its commit.
+    # No step is produced again after its commit. So the journal holds the token that was produced last.
     for step, token in first.items():
         assert [t for s, t in produced if s == step][-1] == token
 
@@ -93,7 +95,7 @@ def test_a_kill_at_each_boundary_loses_and_repeats_nothing(tmp_path: Path) -> No
         assert sorted(set(given)) == [str(step) for step in range(with_step)], point
     assert start(tmp_path, len(steps)).wait() == 0
     # Each step is produced twice: by the process that is killed before the commit, and by the next process.
-    # The other kills repeat nothing.
+    # The kills at all other points repeat no step.
     assert [step for step, _ in noted(tmp_path, "produced")] == [str(step) for step in steps for _ in "12"]
     check_finished(tmp_path, len(steps))
 
@@ -106,7 +108,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
         child = start(tmp_path, 12)
         while child.poll() is None and len(noted(tmp_path, "produced")) == before:
             time.sleep(0.0005)
-        time.sleep(dice.uniform(0, 0.002))  # during the commit of this or a later step
+        time.sleep(dice.uniform(0, 0.002))  # the kill may then interrupt a commit
         child.kill()
         finished = child.wait() == 0
         killed += not finished
@@ -301,7 +303,8 @@ def test_another_schema(tmp_path: Path) -> None:
 
 
 def cut_off(path: Path) -> None:
-    """Make a journal whose process was killed, so that its only event is in the write-ahead log."""
+    """Make a journal with one event, and kill its process. The event is then only in the write-ahead log.
+    Remove the journal's index file."""
     code = f"""
 import os, signal
 from coda_agent.agent.run.journal import Journal
@@ -315,7 +318,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def no_index(path: Path) -> None:
-    """Replace the journal's index by a link to itself, which nobody can open, not even root."""
+    """In place of the journal's index file, make a link that points to itself. Nobody can open such a link,
+    not even root."""
     path.with_name(path.name + "-shm").symlink_to(path.name + "-shm")
 
 
@@ -349,8 +353,8 @@ def test_a_full_disk_writes_nothing_of_the_step(tmp_path: Path) -> None:
 
 
 def test_a_write_that_the_system_breaks_off(tmp_path: Path) -> None:
-    """In the middle of a commit, the operating system refuses to let the log grow. The journal stays
-    intact."""
+    """In the middle of a commit, the operating system does not let the write-ahead log grow. The journal
+    keeps all earlier events."""
     path = tmp_path / "run.db"
     Journal.create(path, {}).close()
     code = f"""
@@ -373,8 +377,8 @@ except JournalError as error:
 
 
 def test_what_can_be_read_nowhere_says_why(tmp_path: Path) -> None:
-    """The child process cannot let any file grow, as if the disk were full. It can read a journal that was
-    closed. For the journal of a killed process, the message says why the child cannot read this journal."""
+    """In the child process, no file can grow, as on a full disk. The child process can read a journal that
+    was closed. The child cannot read the journal of a killed process, and the error says why."""
     ended, killed = tmp_path / "ended.db", tmp_path / "killed.db"
     Journal.create(ended, {"spec": "ended well"}).close()
     cut_off(killed)

@@ -36,8 +36,8 @@ from coda_agent.verifier.report import Accepted, Measured, Rejected
 
 pytestmark = pytest.mark.slow
 
-# Points on the way to an event at which a process is killed. Each point has a list of the ledger events that
-# the killed process has added.
+# Points in a request at which a process is killed. The list of a point names the ledger events that the
+# killed process has added.
 RESERVING: dict[str, list[str]] = {"before reserved": [], "after reserved": ["reserved"]}
 SETTLING = {"before settled": ["reserved"], "after settled": ["reserved", "settled"]}
 NOTHING: dict[str, list[str]] = {}
@@ -53,7 +53,7 @@ def keys(name: str) -> list[str]:
 
 
 def kept(name: str) -> list[str]:
-    """Return the keys of the run's events, without the ledger's."""
+    """Return the keys of the run's events, without those of ledger events."""
     return [key for key in keys(name) if not key.startswith(("reserved/", "settled/"))]
 
 
@@ -74,7 +74,7 @@ class Kills:
     done: list[str]
 
     def around(self, event: str, ledger: Mapping[str, Sequence[str]] = NOTHING, *given: str) -> None:
-        """Kill a process at each ledger event on the way to ``event``, then before and after the commit of
+        """Kill a process at each point in ``ledger``, then just before and just after the commit of
         ``event``. Check after each kill that the journal holds the right events."""
         kind = event.partition("/")[0]
         errand = replace(self.errand, arguments=given or self.errand.arguments)
@@ -99,7 +99,8 @@ def spent(name: str) -> budget.Spent:
 def test_a_kernel_killed_at_every_event(
     runs_home: Path, tmp_path: Path, process: Callable[[Errand], int]
 ) -> None:
-    """The run has tools, a refused request, three attempts, a void measurement and a good one."""
+    """The run has tool calls, a refused request, three attempts, a void measurement and a valid
+    measurement."""
     started, log = runs.start(write_toy(tmp_path), HEADER), tmp_path / "log"
     started.journal.close()
     errand = Errand(["resume", started.name], "Kernel", str(runs_home), str(log))
@@ -111,20 +112,21 @@ def test_a_kernel_killed_at_every_event(
         ledger = RESERVING if event.startswith("answer/") else NOTHING
         kills.around(event, RESERVING | SETTLING if event == f"answer/{REFUSED}" else ledger)
     assert kills.end() == OK
-    # The log has each step twice: the first process was killed before it committed the step, and the second
-    # process committed the step. So no third process repeated the step.
+    # Two processes logged each step. The first process was killed before it committed the step; the second
+    # process committed the step and was then killed. No later process repeated the step.
     steps = [["asked 1"], ["checked"], ["asked 2"], ["checked"]]
     steps += [["refused"], ["refused", "asked 3"]]  # a refusal is no answer, so the request is sent again
     steps += [["asked 4"], ["checked"]]
-    # Until a measurement ends, only its pieces are recorded. So a killed measurement is repeated, but sends
-    # no request. After a void measurement, the next measurement starts without recorded pieces.
+    # Until a measurement ends, only its pieces are recorded. So a killed measurement is repeated, but no
+    # request is sent again. After a void measurement, the next measurement starts without recorded pieces.
     steps += 2 * [["proved"], ["proved", "measured"]]
     assert log.read_text().splitlines() == [said for step in steps for said in 2 * step]
     outcome = result_of(*runs.look(started.name))
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.authorship.attempts == 3 and outcome.usage.input_tokens == 4 * USAGE.input_tokens
-    # Each turn has three reservations: one was answered, and two were lost after their commit. For the
-    # refused request, one more reservation was lost, because it was never settled.
+    # In each of the 4 turns, 2 processes were killed between a reservation and its answer, so that 2
+    # reservations stay charged. For the refused request, 1 more stays charged: its process was killed before
+    # it settled the reservation.
     lost, answered = (4 * 2 + 1) * RESERVED, 4 * USAGE.total
     found = spent(started.name)
     assert (found.uncertain_tokens, found.tokens) == (lost, lost + answered)
@@ -148,8 +150,8 @@ def optimizing(runs_home: Path, tmp_path: Path) -> tuple[str, Path]:
 
 
 def results(name: str, attempt: int, path: Path) -> list[str]:
-    """Write a made-up measurement of an attempt; return the command that imports it. The first attempt is
-    fast, and the second attempt is no faster."""
+    """Write a made-up measurement of an attempt to ``path``; return the arguments of the command that imports
+    the measurement. The first attempt is fast, and the second attempt is no faster."""
     seen, spec = runs.look(name)
     judged = next(e.payload for e in seen.events() if e.key == f"report/{attempt}")
     program = Program.from_json(judged["program"], spec.signature())
@@ -166,7 +168,7 @@ def results(name: str, attempt: int, path: Path) -> list[str]:
 
 def the_command(point: str, *arguments: str) -> int:
     """Run the real command, without a fake author, in another process. The process kills itself at ``point``.
-    Return its exit status."""
+    Return the exit status of the process."""
     code = "import killing, sys; killing.kill_at(sys.argv.pop(1)); "
     code += "from coda_agent.agent.cli.main import main; main()"
     environment = os.environ | {"PYTHONPATH": PYTHONPATH}
@@ -177,8 +179,8 @@ def the_command(point: str, *arguments: str) -> int:
 def test_an_edit_killed_at_every_event(
     optimizing: tuple[str, Path], runs_home: Path, tmp_path: Path, process: Callable[[Errand], int]
 ) -> None:
-    """The run has a base, a failed request, an attempt, an improvement round and two imported measurements.
-    At the end, the command runs without stand-ins."""
+    """The run records the kernel to edit (event ``base``). A failed request, an attempt, an improvement round
+    and two imported measurements follow. At the end, the real command resumes the run without stand-ins."""
     (name, kernels), log, hands = optimizing, tmp_path / "log", tmp_path / "hands"
     errand = Errand(["resume", name, "--no-gpu"], "Edit", str(runs_home), str(log), str(kernels))
     kills = Kills(name, process, errand, [])
@@ -194,7 +196,7 @@ def test_an_edit_killed_at_every_event(
         assert kills.end(*imports) == OK and kept(name) == kills.done
     steps = ["failed"] * 4 + ["asked 1", "checked", "asked 2", "checked"]
     assert log.read_text().splitlines() == [*steps[:4], *(step for step in steps[4:] for _ in "12")]
-    # The last answer comes from a file that is gone when the run continues.
+    # The last answer comes from a file. The test removes the file before the run continues.
     hands.mkdir()
     (hands / "answer-3.md").write_text("no code\n<!-- end -->")
     assert the_command("after answer", *errand.arguments) == -signal.SIGKILL
@@ -206,7 +208,8 @@ def test_an_edit_killed_at_every_event(
     outcome = result_of(*runs.look(name))
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.kernel is not None and outcome.kernel.edited == "# an edit\n"
-    # The failed request and each of the two turns lost two reservations. The failed request was also paid for
-    # three times.
+    # Two reservations stay charged for the failed request, and two for each of the two answers. Three more
+    # processes settled the cost of the failed request before they were killed, so this cost is charged three
+    # times.
     lost, paid = (2 + 2 + 2) * RESERVED, 3 * FAILED.total + 2 * USAGE.total
     assert (spent(name).uncertain_tokens, spent(name).tokens) == (lost, lost + paid)

@@ -91,7 +91,7 @@ def test_the_author_is_given_the_spec_and_then_the_reason(begin: Callable[..., r
         assert outcome.usage == Usage(300, 30, 3000, 3)
         assert keys(run) == ["prompt", *(f"{kind}/{n}" for n in (1, 2, 3) for kind in ("answer", "report"))]
     systems = {system for system, _ in provider.asked}
-    assert len(systems) == 1  # the provider's cache only serves a prefix that stays the same
+    assert len(systems) == 1  # a changed text would miss the provider's cache
     first, second, third = (messages for _, messages in provider.asked)
     assert [m.role for m in third] == ["user", "assistant", "user", "assistant", "user"]
     assert third[:3] == second and second[:1] == first and run.text.strip() in first[0].text
@@ -178,8 +178,8 @@ def test_a_slow_kernel_is_fed_back_and_measured_again_only_when_it_is_another(
     ],
 )
 def test_an_edited_text_is_the_same_but_for_comments_and_space(other: str, same: bool) -> None:
-    """If comments counted, an author could have a rejected kernel measured again and again until it is
-    lucky."""
+    """If a new comment were enough for a new measurement, an author could submit a rejected kernel again and
+    again, until a measurement happens to pass."""
     assert _same("def f(x):\n    return x + 1  # one\n", other) is same
 
 
@@ -288,8 +288,8 @@ def test_an_interruption_on_a_full_disk_is_one(begin: Callable[..., runs.Run]) -
 
 
 def test_a_run_stands_where_it_was_taken_whatever_it_may_do_now(begin: Callable[..., runs.Run]) -> None:
-    """If a run is resumed with more attempts and rounds, the results of these attempts and rounds stay. A
-    later command with lower limits returns the same outcome."""
+    """A run that was resumed with more attempts and rounds keeps all its results. A later command with lower
+    limits returns the same outcome."""
     run = begin()
     with run.journal:
         author(run, Scripted([BAD, WRONG, BAD]), attempts=3)

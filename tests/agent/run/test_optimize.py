@@ -53,7 +53,7 @@ from coda_agent.verifier.timing import FEWEST
 
 pytestmark = pytest.mark.slow
 
-# Milliseconds of the original kernel; its edit takes 2.0 ms.
+# Measured milliseconds of the original kernel. An edit of this kernel takes 2.0 ms.
 SAMPLES = ((2.2,) * FEWEST, (2.21,) * FEWEST, (2.19,) * FEWEST)
 
 
@@ -118,8 +118,8 @@ def no_faster() -> Rejected:
 
 
 class Gpu:
-    """A fake for the GPU gates. ``seen`` records each kernel to measure and the incumbent that it has to
-    beat."""
+    """A fake for the GPU gates. ``seen`` records each measured kernel with the incumbent that this kernel has
+    to beat."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[KernelSource, Incumbent | None]] = []
@@ -138,7 +138,7 @@ def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improv
 
 
 def keep(run_name: str, spec: Path) -> None:
-    """Accept the edit of a run, as a person does after a look at the edit. Put the spec beside the edit."""
+    """Accept the edit of a run, as a person does who has read the edit. Put the spec beside the edit."""
     run = runs.reopen(run_name)
     with run.journal:
         outcome = result_of(run.journal, run.spec)
@@ -178,7 +178,7 @@ def test_tips_of_this_level_are_read_and_no_others(
     with run.journal:
         system = setup.task_of(run).opening().system
     assert "- Hoist it" in system and "per_row" not in system.partition("# Tips")[2]
-    assert "Unroll it" not in system  # this tip was learned on the same kernel
+    assert "Unroll it" not in system  # an author gets no tip that was learned on the run's own spec
 
 
 def test_a_failed_round_teaches_those_who_edit(spec: Path, tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_a_failed_round_teaches_those_who_edit(spec: Path, tmp_path: Path) -> No
 
 
 def test_an_edit_that_is_no_faster_teaches_what_to_leave_alone(spec: Path) -> None:
-    """The recorded fix is the change from the failed edit back to the text that it had to beat. This text is
-    the kernel's own text, or an earlier edit that was kept."""
+    """If an edit is no faster than its incumbent, the fix in the lesson is the diff from the edit to the
+    incumbent. The incumbent is the unedited kernel, or an earlier edit that was kept."""
     ideas = [edit(spec, idea) for idea in ("slower", "quicker", "quickest")]
 
     def judge(spec: Spec, kernel: KernelSource, keep: object, kept: Incumbent | None) -> Measured | Rejected:
@@ -312,17 +312,17 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     beside.write_text(spec.read_text())
     assert problems("toy", accept.KERNELS, accept.KERNELS, edited=True) == []
     assert problems("toy", accept.KERNELS, accept.KERNELS) == []
-    assert len(read(accept.KERNELS, accept.RECORDINGS).runs) == 1  # edits are counted separately
+    assert len(read(accept.KERNELS, accept.RECORDINGS).runs) == 1  # the run of the edit is counted separately
 
-    assert base(load(spec)).kernel.edited == edit(spec)  # the next edit starts from this one
+    assert base(load(spec)).kernel.edited == edit(spec)  # the next run starts from the accepted edit
     replay = start(spec, provider="replay")
     with replay.journal:
         rival = setup.task_of(replay).rival()
-        assert rival is not None and rival.kernel.edited is None  # the replayed run began without an edit
+        assert rival is not None and rival.kernel.edited is None  # a replay starts from the unedited kernel
     own = accept.KERNELS / "toy.report.json"
     report = json.loads(own.read_text())
     own.write_text(json.dumps(report | {"date": "2099-01-01T00:00:00+00:00"}))
-    assert base(load(spec)).kernel.edited is None  # the program has a newer measurement
+    assert base(load(spec)).kernel.edited is None  # the unedited kernel was measured later than the edit
 
 
 @pytest.mark.parametrize(

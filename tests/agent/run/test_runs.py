@@ -135,7 +135,7 @@ def test_a_spec_that_was_edited_is_another(runs_home: Path, tmp_path: Path, old:
     write_toy(runs_home / name, "name: toy\n", "# a comment\nname: toy\n").rename(
         runs_home / name / "spec.yaml"
     )
-    runs.reopen(name).journal.close()  # the refusal left no lock; a spec's comments may change
+    runs.reopen(name).journal.close()  # the refusal left no lock; comments of a spec may change
 
 
 def test_a_missing_spec_names_its_file(runs_home: Path, tmp_path: Path) -> None:

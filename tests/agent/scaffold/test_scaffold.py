@@ -1,4 +1,5 @@
-"""``coda-agent new``: its spec loads and computes what the function computes; a refusal names the line."""
+"""``coda-agent new`` writes a valid spec that computes what the function computes. If the command refuses a
+function, the error names the line."""
 
 from __future__ import annotations
 
@@ -267,7 +268,7 @@ def test_numbers_become_constants_dims_or_text(new: Command) -> None:
     Path("heads.py").write_text(HEADS)
     given = ["--shape", "x=M,K", "--shape", "w=H*W+2*G*W,K", "--shape", "gain=W"]
     assert new("heads.py:split", *given, "--no-input", "--out", "heads.yaml").status == 0
-    # H and G are static, because no shape is H or G alone. W is static, because it is the width of the heads.
+    # H, G and W are static, because they are integer parameters that a shape names.
     assert load(Path("heads.yaml"), check=False).static == ("H", "G", "W")
     assert "0.6931471805599453 * q" in Path("heads.yaml").read_text()
     spec, text = made(new, "two")
@@ -350,7 +351,7 @@ def test_what_was_left_out_is_said_with_how_to_have_it(new: Command) -> None:
         in (done.err)
     )
     assert "note: ops.py:81: h.chunk(2, dim=-1) takes contiguous halves." in done.err
-    _, text = made(new, "biased")  # with --shape bias=N
+    _, text = made(new, "biased")  # `made` passes --shape bias=N, so that bias is an input
     assert "left out" not in text and text.count("out = x @ w.T + bias\n") == 1
 
 
@@ -440,7 +441,7 @@ def test_tiles_of_unlike_widths_are_not_stacked(new: Command) -> None:
     assert done.status == 0 and "torch.stack((q, k), -1)" in done.err
 
 
-ROTATIONS = {  # function bodies, and the words of the note about cos and sin
+ROTATIONS = {  # each function body, and what the note says about cos and sin
     "a, b = z.chunk(2, -1)\n    out = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)": (
         "stay as they are"
     ),
@@ -458,8 +459,8 @@ ROTATIONS = {  # function bodies, and the words of the note about cos and sin
 
 @pytest.mark.parametrize("body", ROTATIONS)
 def test_a_rotation_of_halves_says_what_becomes_of_cos_and_sin(new: Command, body: str) -> None:
-    """If the weight, cos and sin are interleaved as the note says, the proposed code computes the same as the
-    function."""
+    """The note proposes code, and says how to interleave the weight, cos and sin. On interleaved inputs, this
+    code computes the interleaved result of the function."""
     lines = f"    z = x @ w.T\n    {body}\n    return out\n"
     Path("odd.py").write_text(f"import torch\ndef f(x, w, cos, sin, *, P: int = 8):\n{lines}")
     wide = "2*P" if "repeat" in ROTATIONS[body] else "P"
@@ -469,7 +470,7 @@ def test_a_rotation_of_halves_says_what_becomes_of_cos_and_sin(new: Command, bod
     assert "cos and sin" in done.err and ROTATIONS[body] in done.err and "write:" in done.err
     spec, sizes = load("specs/f.yaml"), {"M": 8, "K": 16, "P": 4}
     own = {n: t.double() for n, t in draw(spec, sizes, seed=1).items()}
-    half = torch.arange(8).view(2, 4).mT.flatten()  # 0, 4, 1, 5, ...
+    half = torch.arange(8).view(2, 4).mT.flatten()  # 0, 4, 1, 5, 2, 6, 3, 7
     moved = own | {"w": own["w"][half]}
     if wide == "2*P":
         own |= {n: own[n][:, :4].repeat(1, 2) for n in ("cos", "sin")}
@@ -480,8 +481,8 @@ def test_a_rotation_of_halves_says_what_becomes_of_cos_and_sin(new: Command, bod
 
 
 def adjacent(said: str, reference: str) -> str:
-    """Return the reference with the changes that the notes propose. The code at the end of a note replaces
-    the code that the note names."""
+    """Return the reference with the changes that the notes propose. The code after "write:" in a note
+    replaces the code that the note names."""
     for line in said.splitlines():
         if line.startswith("note: ") and " write: " in line:
             words, code = line.split(" write: ")
@@ -556,7 +557,7 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
         ),
         (
             "def silu(a):\n    a = a * 2\n    return a\n\n\ndef f(x, w):\n    return silu(x @ w)\n",
-            "odd.py:7: ",  # the file's silu, not torch's
+            "odd.py:7: ",  # the file defines its own silu, which hides torch's
             "silu is defined on line 1",
         ),
         (

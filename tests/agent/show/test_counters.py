@@ -67,7 +67,7 @@ def mangled(name: str) -> str:
 
 
 def launched(program: Program) -> list[str]:
-    """Return the class names of the program's first kernel, of its last kernel, and of the first again."""
+    """Return the kernels' class names in three launches: first kernel, last kernel, first kernel again."""
     found = lower(program)
     first, last = found.gemms[0].name, found.vectors[-1].name
     return [first, last, first]
@@ -179,12 +179,13 @@ def test_steps_are_told_apart_and_another_lowering_is_named(path: Path) -> None:
 
 
 def test_the_two_launches_of_a_split_step_are_told_apart(path: Path) -> None:
-    """In this export, the first launch has a grid of 132 CTAs, and the second a grid of 2048."""
+    """The export has three launches of one kernel. The grids tell the two parts of the step apart: 132 CTAs
+    in the first and third launch, and 2048 in the second."""
     path.write_text(raw(["Step0"] * 3))
     first, second = found(path)
     assert (first.kernel, first.launches, second.launches) == ("Step0, part 1 of 2", 2, 1)
     assert (first.values["ctas"], second.values["ctas"]) == (132, 2048)
-    assert first.floor is second.floor is None  # the roofline covers the whole step
+    assert first.floor is second.floor is None  # a roofline is for a whole step, not for a part
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_the_command_takes_the_export_beside_the_kernel(path: Path, monkeypatch:
 
     data = json.loads(show("--counters", "--json").output)
     assert [c["kernel"] for c in data["counters"]][0] == "Step0" and data["sass"] is None
-    assert data["counters"][0]["roofline"]["reads"]["z"] == 369_098_752  # for the case of the export
+    assert data["counters"][0]["roofline"]["reads"]["z"] == 369_098_752  # the roofline at the export's case
     assert "hardware counters, gemm_swiglu_bwd.counters.csv, case 1B" in show("--counters").output
     data = json.loads(show("--sass", "--case", "7B", "--json").output)
     assert data["sass"][0]["kernel"] == "Step0_0123456789ab" and data["counters"] is None
@@ -287,7 +288,7 @@ def shown(kernel: Path, *options: str) -> str:
 def test_what_is_counted_says_its_schedules(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``counters.read`` accepts the line that the launching command prints."""
+    """``counters.read`` finds program, case and schedules in the line that benchmarks/counters.py prints."""
 
     class Plan:
         def __init__(self, kernel: KernelSource, sizes: Any):
@@ -327,9 +328,9 @@ def test_counters_of_another_schedule_than_the_reports_say_so(path: Path, kernel
         counted_on(path, schedules)
         step, finish = json.loads(shown(kernel, "--json"))["counters"]
         assert step["other_schedule"] is other and step["schedule"] == counters.spelled(schedules[0])
-        assert finish["other_schedule"] is None and finish["schedule"] is None  # this kernel has no schedule
+        assert finish["other_schedule"] is None and finish["schedule"] is None  # a finishing kernel has none
         assert ("NOT as in" in " ".join(shown(kernel).split())) is other
-    path.write_text(raw(launched(ACCEPTED)))  # an older export
+    path.write_text(raw(launched(ACCEPTED)))  # as in an older export, which names no schedules
     assert "not in this export" in " ".join(shown(kernel).split())
     assert json.loads(shown(kernel, "--json"))["counters"][0]["other_schedule"] is None
 
@@ -396,16 +397,16 @@ def test_the_command_and_an_author_find_an_edited_texts_export_beside_it(
 
 
 def test_the_filter_takes_the_names_of_kernels_as_they_are_compiled() -> None:
-    """The filter matches the kernel names in the object of an edited text, and the name of a program's own
-    kernel."""
+    """The kernel filter for ncu matches the names in the compiled object of an edited text, and the name of
+    an unedited kernel."""
     program = BACKWARD.program
     text, sizes, (probe, *_) = editable(program), {dim: 256 for dim in program.signature.dims}, PROBES
     kernel = KernelSource(program, edited=text)
     report(kernel, sizes, (probe,))
     lowered = kernel.lowered
     wanted = Wanted(lowered, lowered.gemms[0], probe, sizes)
-    # Search only the names of sections. Elsewhere in the object, the host's compiler may split a name into
-    # pieces as wide as this processor's vectors.
+    # Search only the names of sections, because they are whole. Elsewhere in the object, the host's compiler
+    # may split a name into pieces as wide as this processor's vectors.
     names = set(re.findall(rb"\.text\.(kernel_cutlass_\w+)", wanted.path().read_bytes()))
     assert names and all(re.search(command.OURS.removeprefix("regex:").encode(), name) for name in names)
     export = Export(Path("x"), None, None, tuple((name.decode(), {"a__b": 1.0}) for name in names))
@@ -432,8 +433,8 @@ cat {answer}
 
 @pytest.fixture
 def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a fake ``ncu`` on the PATH; return its folder. Files in this folder hold the metrics that ``ncu``
-    lists, its answer, and its arguments."""
+    """Put a fake ``ncu`` on the PATH; return its folder. Files in this folder: ``listed`` has the metrics
+    that ``ncu`` lists, ``answer`` the output of profiling, and ``asked`` the arguments of profiling."""
     listed = ["Device NVIDIA H100 (GH100)", "Metric Name   Metric Unit   Metric Description"]
     every = [*counters.wanted(), *(name for metric in counters.METRICS.values() for name in metric.names)]
     names = {name.partition(".")[0] for name in every} - {"sm__pipe_tensor_cycles_active"}
@@ -462,7 +463,7 @@ def test_profiling_compiles_first_and_names_the_export(ncu: Path, monkeypatch: p
     command.main(["gemm_swiglu_bwd", "--ncu", "--case", "1B", "--raw", str(text)])
     first, second = said
     assert "--compile-only" in first and second[0] == str(ncu / "ncu")
-    # ncu runs the command that compiled, without the last option.
+    # ncu runs the same command as the first call, but without the last option, --compile-only.
     assert second[-len(first) + 1 :] == first[:-1]
     asked = (ncu / "asked").read_text()
     assert "-k regex:coda_(lowered|edited)" in asked and "sm__pipe_tensor_cycles_active" not in asked

@@ -1,5 +1,5 @@
-"""The command ``show``: its expressions compute what the program computes; its tables and figures are
-right."""
+"""The command ``show``: the expressions that it prints compute what the program computes, and its tables and
+figures are right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from coda_agent.primitives.lang.signature import Signature
 
 
 def body(expression: str) -> Program:
-    """Return a program whose fp32 output is ``expression``, over a product ``a`` and an input ``x``."""
+    """Return a program whose fp32 output is ``expression``. The expression may contain ``a``, a matrix
+    product, and ``x``, an input."""
     inputs = {"p": tensor("bf16", "M", "K"), "q": tensor("bf16", "K", "N"), "x": tensor("fp32", "M", "N")}
     signature = Signature("body", ("M", "K", "N"), inputs, {"o": tensor("fp32", "M", "N")})
     return kernel(signature, f'    a = gemm(p, q)\n    return {{"o": {expression}}}\n')
@@ -107,7 +108,7 @@ def test_columns_numbers_and_buffers_are_named_for_what_they_are() -> None:
         ("store", "dgamma = sum(partials0)", "fp32 [N]"),
     } <= lines
     (onehot,) = (text for _, text, _ in lines if "column_index" in text)
-    # column_index names the dim V and does not repeat the tile's expression.
+    # The argument of column_index is the dim V, not the whole expression of a tile.
     assert onehot == (
         "dlogits = (exp(gemm(x, w.mT) - per_row(lse)) - where(column_index(V) == per_row(target), 1, 0)) "
         "* per_row(dloss)"
@@ -120,8 +121,8 @@ def test_columns_numbers_and_buffers_are_named_for_what_they_are() -> None:
 
 
 def per_head(columns: int, heads: int) -> Any:
-    """Return a function that spreads a statistic [M, heads] over the columns of each head, and repeats
-    anything else for each head."""
+    """Return a function that spreads a statistic [M, heads] over the columns of each head. The
+    function repeats any other tensor once for each head."""
 
     def spread(v: torch.Tensor) -> torch.Tensor:
         if v.ndim == 2 and v.shape[1] == heads:
@@ -138,7 +139,7 @@ SCOPE: dict[str, Any] = {
     "row_sums": lambda t: t.sum(-1), "column_sums": lambda t: t.sum(0), "row_max": lambda t: t.amax(-1),
     "row_abs_max": lambda t: t.abs().amax(-1), "column_abs_max": lambda t: t.abs().amax(0),
     "row_logsumexp": lambda t: t.logsumexp(-1),
-    # An index out of range selects nothing, so the initial value stays.
+    # An index out of range selects nothing, so the initial value, -inf, stays.
     "row_select": lambda t, at: torch.stack(
         [row[int(i)] if 0 <= i < len(row) else torch.tensor(-math.inf) for row, i in zip(t, at, strict=True)]
     ),
@@ -152,7 +153,8 @@ SCOPE: dict[str, Any] = {
 
 
 def evaluate(program: Program, inputs: dict[str, torch.Tensor], sizes: dict[str, int]) -> dict[str, Any]:
-    """Run the shown text as Python over PyTorch. Each step sees only the names that it loads."""
+    """Run the text that ``show`` prints as Python, on PyTorch tensors; return the values by name. A step sees
+    only the tensors that it loads or computes."""
     known: dict[str, Any] = {k: v.float() for k, v in inputs.items()}
     heads = sizes.get("H", 1)
     scope = SCOPE | sizes | {"per_head": per_head(2 * heads * sizes["P"] if "P" in sizes else 1, heads)}
@@ -162,7 +164,7 @@ def evaluate(program: Program, inputs: dict[str, torch.Tensor], sizes: dict[str,
             if line.verb == "load":
                 continue
             name, _, expression = line.text.partition(" = ")
-            value = eval(expression, scope, local)  # safe: the product wrote this text
+            value = eval(expression, scope, local)  # safe, because coda-agent wrote this text
             local[name] = value.float() if value.dtype == torch.bool else value
             if line.verb in ("store", "reduce"):
                 known[name] = local[name].to(torch_dtype(line.tensor.split()[0])).float()
@@ -170,8 +172,8 @@ def evaluate(program: Program, inputs: dict[str, torch.Tensor], sizes: dict[str,
 
 
 def draw(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Draw the inputs: normal values, but indices for an integer input. The indices range from two below the
-    columns to two above the columns."""
+    """Draw normal values for floating-point inputs, and column indices for integer inputs. An index may be
+    out of range, by at most two columns at either end."""
     torch.manual_seed(0)
     drawn = {}
     for name, t in program.signature.inputs.items():
@@ -226,7 +228,7 @@ def test_render_shows_steps_resources_and_floors() -> None:
     program = of_spec("gemm_swiglu_bwd")
     text = printed(Shown(KernelSource(program), resources=[STEP, VECTOR], sizes=CASES).render())
     assert text.startswith("gemm_swiglu_bwd")
-    assert "bf16 [M, 2*F]" in text  # brackets are no markup
+    assert "bf16 [M, 2*F]" in text  # rich does not take the brackets for markup
     assert re.search(r"Step0 +│ 128x128 pingpong 2x1 +│ +168 │ +80 │ +5/2/4 │ +3/4 │ +16 │ +7/8 │", text)
     assert re.search(r"Finish1_15 +│ - +│ +24 │", text)
     row = ["1B (M 16384, D 2048, F 5632)", "step 0"]

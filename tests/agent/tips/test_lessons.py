@@ -1,4 +1,4 @@
-"""Lessons of runs, read from real journals, and the command that adds a lesson to the log."""
+"""Lessons of runs, read from real journals, and the command that adds a lesson to the tips log."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_failure_that_a_later_attempt_fixed(author: Callable[..., str]) -> Non
         ("trace/python", "toy", VERSIONS),
         ("interpret/numerics", "toy", VERSIONS),
     ]
-    # the second attempt got past the trace, the third past the interpreter
+    # the second attempt passes the gate trace, and the third attempt passes the gate interpret
     assert found.failures[0].fix == ('-`return {"c": gemm(a) * per_row(v)}` +`return {"c": gemm(a, b)}`')
     assert found.failures[1].fix == UNSCALED_FIX
     assert learned(str(runs.runs_dir() / name)) == found

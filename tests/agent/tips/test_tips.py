@@ -1,5 +1,5 @@
-"""The tips log: entries are read in order, an error names the line of a mistake, and an edit changes only one
-entry."""
+"""The tips log: entries are read in order, an error names the line of a mistake, and a change to an entry
+leaves the other entries as they were."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_run_may_leave_out_accepted_tips_and_hold_others(log: Path) -> None:
     ]
 
 
-# an edit leaves the rest unchanged
+# a change to an entry leaves the rest of the log unchanged
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_the_same_lesson_merges(log: Path, lesson: str) -> None:
     changed = [line for line in log.read_text().splitlines() if line not in before.splitlines()]
     assert len(changed) == 4 and len(read_tips(log)) == 2
     after = log.read_text()
-    assert add(more, log).merged and log.read_text() == after  # adding it again changes nothing
+    assert add(more, log).merged and log.read_text() == after  # the lesson is already there
 
 
 def test_another_lesson_of_the_same_failure_is_a_tip_of_its_own(log: Path) -> None:
@@ -352,7 +352,7 @@ def test_processes_that_change_it_at_once_lose_nothing(log: Path) -> None:
     assert sorted(added) == sorted(f"Lesson {turn} of {number}" for turn in range(5) for number in range(4))
     assert [tip.id for tip in read_tips(log)] == [f"tip-{number}" for number in range(1, 23)]
     left = {path.name for path in log.parent.iterdir()}
-    assert left == {log.name, "go", *(f"ready-{number}" for number in range(4))}  # no lock is left
+    assert left == {log.name, "go", *(f"ready-{number}" for number in range(4))}  # no lock file is left
 
 
 def test_a_place_that_is_no_folder_is_named(log: Path) -> None:
@@ -435,5 +435,5 @@ def test_what_helps_least_is_dropped_first() -> None:
     left = [[tip.number for tip in fitting(known, line * room)] for room in range(len(known), -1, -1)]
     dropped = [(set(more) - set(less)).pop() for more, less in zip(left, left[1:], strict=False)]
     assert dropped == [11, 4, 6, 3, 10, 2, 1, 5]
-    assert left[2] == [1, 2, 3, 5, 6, 10]  # in the order of the log
+    assert left[2] == [1, 2, 3, 5, 6, 10]  # these tips keep the order of the log
     assert fitting(known, line * 8 - 1) == known[:-1]

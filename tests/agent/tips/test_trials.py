@@ -1,5 +1,5 @@
 """Measuring tips: both arms get the same specs equally often, an interval decides the verdict, and a second
-call resumes real runs."""
+call continues with the runs of the first call."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ KNOWN = [tip(1), tip(2, state=PROPOSED), tip(3), tip(4, state=RETIRED)]
 
 @dataclass
 class Fake:
-    """A fake author. ``needs`` lists the numbers of attempts that the runs need with and without the tip.
-    ``asked`` records each request."""
+    """A fake author. ``needs[True]`` lists how many attempts each run with the tip needs, and
+    ``needs[False]`` how many each run without the tip needs. None: the run never passes. ``asked`` records
+    the spec and the tips of each run."""
 
     measured: str
     needs: dict[bool, list[int | None]]
@@ -93,7 +94,8 @@ def test_first_attempts_and_the_limit_are_counted_apart() -> None:
     author = Fake("tip-1", {True: [1, 2, 1, 1, None], False: [1, None, 3, 1, None]})
     trial = measure(KNOWN[0], KNOWN, PAIR[:1], 5, author)
     assert (trial.first, trial.within) == (Effect(3, 2, 5), Effect(4, 3, 5))
-    # Wilson: 3/5 [0.2307, 0.8824], 2/5 [0.1176, 0.7693]; 4/5 [0.3755, 0.9638], 3/5 [0.2307, 0.8824]
+    # Wilson's intervals on the first attempt: 3/5 [0.2307, 0.8824], 2/5 [0.1176, 0.7693];
+    # within the limit: 4/5 [0.3755, 0.9638], 3/5 [0.2307, 0.8824]
     assert str(trial) == (
         "undecided: 3/5 with, 2/5 without, difference +0.20 [-0.32, +0.60] on the first attempt; within the "
         "limit undecided: 4/5 with, 3/5 without, difference +0.20 [-0.31, +0.60]"
@@ -125,7 +127,7 @@ def test_a_verdict_takes_an_interval_without_zero(with_tip: int, without: int, o
 def test_runs_share_a_budget_equally() -> None:
     whole = RunLimits(tokens=1_000_000, dollars=5.0, gpu_seconds=600.0, seconds=3600.0)
     assert part(whole, 20) == RunLimits(50_000, 0.25, 30.0, 180.0)
-    # The parts are equal, so that a later call finds the runs of an earlier call.
+    # A later call for more runs, with a larger budget, reuses earlier runs only if the parts are equal.
     assert part(RunLimits(dollars=0.3), 3) == part(RunLimits(dollars=0.1), 1)
     assert part(RunLimits(), 20) == RunLimits()
 
@@ -154,7 +156,8 @@ LESSON = "Give gemm both operands"
 
 @dataclass
 class Taught:
-    """A provider whose first answer is right only if the prompt contains the lesson."""
+    """A provider whose first answer is right only if the prompt contains the lesson. All later answers are
+    right."""
 
     asked: list[str]
     fails_after: int | None = None
@@ -205,7 +208,8 @@ def test_a_tip_is_measured_by_real_runs(taught: Taught, tmp_path: Path) -> None:
         _, events = glance(runs.runs_dir() / header["run"] / "journal.db")
         asked = next(e.payload for e in events if e.kind == "prompt")
         assert (LESSON in asked["system"]) == (header["without_tips"] == [])
-    # 2/2 [0.3424, 1], 0/2 [0, 0.6576]: 1 - sqrt(2) 0.6576
+    # Wilson's intervals are [0.3424, 1] for 2/2 and [0, 0.6576] for 0/2. So the low end of the difference's
+    # interval is 1 - sqrt(2) * 0.6576 = 0.07.
     figures = "helps: 2/2 with, 0/2 without, difference +1.00 [+0.07, +1.00] on the first attempt"
     first, second = read_tips(tips.TIPS)
     assert first.measured.startswith(figures) and figures in result.output and second.measured == ""
@@ -304,7 +308,7 @@ def test_a_recording_cannot_tell(taught: Taught, tmp_path: Path, monkeypatch: py
 
 def test_a_budget_that_ends_a_run_is_no_pass(taught: Taught, tmp_path: Path) -> None:
     result = command(tmp_path, "tip-1", "--runs", 1, "--budget-tokens", 2 * USAGE.total)
-    # Half of the budget is enough for a run's first answer, but not for its second.
+    # Each run gets half of the budget, which pays for the run's first answer, but not for the second.
     assert len(taught.asked) == 2
     assert "without tip-1: did not pass: the run's part of the budget ended it after 1 attempt (" in (
         result.output
@@ -314,7 +318,7 @@ def test_a_budget_that_ends_a_run_is_no_pass(taught: Taught, tmp_path: Path) -> 
 
 def test_a_run_that_its_budget_ends_before_any_answer_is_no_pass(taught: Taught, tmp_path: Path) -> None:
     taught.fails_after, taught.failure = 0, OutOfBudget("too little for one answer")
-    result = command(tmp_path, "tip-1", "--runs", 1)  # the run with the tip comes first
+    result = command(tmp_path, "tip-1", "--runs", 1)  # the error ends the first run, which has the tip
     assert result.exit_code == 0 and "with tip-1: did not pass" in result.output
     assert read_tips(tips.TIPS)[0].measured.startswith("undecided: 0/1 with, 0/1 without")
 
