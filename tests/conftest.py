@@ -1,5 +1,5 @@
-"""Fixtures and hooks of all tests. Caches and runs are in a directory of this session, which is removed at
-the end. Every process is watched: if a candidate's source runs outside the jail, the session fails."""
+"""Fixtures and hooks of all tests. Caches and runs are in a temporary directory, which is removed when the
+tests end. Every process is watched: if a candidate's source runs outside the jail, the test session fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ import pytest
 from checkout import ROOT, SUPPORT
 from commanding import Command, Done
 
-# The caches of coda-agent, QuACK, Triton and PyTorch. By default they are in the user's home or in /tmp.
+# The variables that set the cache folders of coda-agent, QuACK, Triton and PyTorch. By default, these folders
+# are in the user's home or in /tmp.
 CACHES = {
     "CODA_AGENT_CACHE": "coda-agent",
     "QUACK_CACHE_DIR": "quack",
@@ -30,7 +31,7 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
 AUDIT = SUPPORT / "audit"
-LONGEST = (  # files that take more than about half a minute, longest first
+LONGEST = (  # test files that take more than about half a minute, longest first
     "test_sweep_on_ray",
     "test_cheats",
     "test_functional",
@@ -53,32 +54,35 @@ PASSED: dict[tuple[object, ...], dict[str, Any]] = {}  # the interpret gate's fi
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the environment before xdist starts its workers. The workers inherit the environment, so that
-    all workers share one cache and one audit."""
-    gc.disable()  # disabled until all modules are imported
-    importlib.import_module("setuptools")  # first, because Inductor cannot import it after distutils
+    """Set environment variables before xdist starts its workers. The workers inherit the variables, so all
+    workers share one set of caches and one audit."""
+    gc.disable()  # collect no garbage until all modules are imported
+    # Inductor cannot import setuptools after distutils, so setuptools comes first
+    importlib.import_module("setuptools")
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     session = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="coda-agent-tests-"))
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(session / name))
     os.environ["CODA_AGENT_RUNS"] = str(session / "runs")
-    # with this variable, each of 1,000 processes would compile the project again
+    # this variable would make each of about 1,000 processes compile the project's Python files again
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
-    )  # the workers use all cores already, so PyTorch's threads would wait for each other
+    )  # xdist's workers already use all cores, so PyTorch's threads would wait for each other
     # Inductor must compile its tiny kernels in the process itself, because each process of a pool would first
     # import PyTorch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # Tests kill the heads of Ray clusters. By default Ray would end this process a minute later.
+    # Tests kill the head nodes of Ray clusters. By default, Ray would end this process a minute after the
+    # kill.
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"  # noqa: SIM112  (Ray's name)
     _watch_candidates(session / "audit")
 
 
 def _watch_candidates(directory: Path) -> None:
-    """Watch for candidates in this process and, by a sitecustomize, in each Python process that it starts."""
+    """Watch for candidates in this process. A sitecustomize module watches each Python process that this
+    process starts."""
     sys.path.append(str(AUDIT))
     import candidate_watch
 
@@ -95,8 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the objects of imported modules from garbage collection. There are millions of these objects,
-    and they stay until the process ends."""
+    """Exclude the objects of imported modules from garbage collection: there are millions of these objects,
+    and they live until the process ends."""
     if "typer" in sys.modules:
         _parse_commands_once()
     gc.freeze()
@@ -104,8 +108,8 @@ def pytest_collection_finish() -> None:
 
 
 def _parse_commands_once() -> None:
-    """Make typer read the signatures of all commands only once. Typer reads all signatures at each call,
-    which takes longer than most commands."""
+    """Make typer read the signatures of all commands only once. By default, typer reads all signatures
+    whenever a command runs, which takes longer than most commands."""
     import typer.main
     import typer.testing
 
@@ -186,7 +190,7 @@ def fresh_workers() -> None:
 @pytest.fixture
 def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each check a third of the interpreter's runs. The name of the test determines which third, so the
-    many tests of a corpus of kernels together use all runs. With --thorough, each check gets all runs."""
+    tests of many kernels together use all runs. With --thorough, each check gets all runs."""
     from coda_agent.verifier.numerics import cpu_numerics
 
     if not request.config.getoption("thorough"):
@@ -196,8 +200,9 @@ def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def some_compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one check in six compile, on one of two schedules. The name of the test determines whether its
-    checks compile, and on which schedule. With --thorough, every check compiles on all schedules."""
+    """Let the checks of about one test in six compile, on one of two schedules. The name of the test
+    determines whether its checks compile, and on which schedule. With --thorough, every check compiles on all
+    schedules."""
     from coda_agent.primitives.compiler.probe_schedules import PROBES
 
     if request.config.getoption("thorough"):
@@ -255,7 +260,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, told_resources: None, interpret
 
 @pytest.fixture
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove this machine's key, address, model and proxies for requests to Claude."""
+    """Unset the variables that configure this machine's requests to Claude: key, address, model and
+    proxies."""
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "CODA_AGENT_MODEL", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
@@ -263,7 +269,8 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the API key, hide the GPU, and make output lines so long that no words are broken."""
+    """Remove the API key, hide the GPU, and set a terminal width of 220 columns, so that no output line is
+    broken."""
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -272,7 +279,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return a function that runs ``agent.cli.main.main`` in this process."""
+    """Return a function that runs ``coda-agent`` with given arguments, in this process."""
     from coda_agent.agent.cli import main
 
     def run(*arguments: object) -> Done:
@@ -288,7 +295,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def where(request: pytest.FixtureRequest) -> Any:
-    """Return where a test of ``fused`` runs: on the GPU if a file of tests/gpu collected it, else on CPU."""
+    """Return where a test of ``fused`` runs: on the GPU if pytest collected the test from a file in
+    tests/gpu, otherwise on the CPU."""
     import layer_parts
 
     return layer_parts.GPU if request.path.parent == ROOT / "tests" / "gpu" else layer_parts.CPU

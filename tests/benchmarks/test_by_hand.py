@@ -1,4 +1,5 @@
-"""The hand-arranged layer: its gradients, the place of each kernel, and its memory."""
+"""Tests of the hand-arranged layer: its gradients, the position of each kernel in the layer, and its
+memory."""
 
 from __future__ import annotations
 
@@ -86,8 +87,7 @@ class Watched(Interpreted):
 
 
 def test_what_nobody_reads_any_more_is_let_go_of() -> None:
-    """Peak memory is one of the layer's figures, so the layer frees every output that nobody reads any
-    more."""
+    """The layer frees an output after its last use, because the benchmark reports the layer's peak memory."""
     drawn, runner = draw(ODD, 5, "cpu"), Watched(ODD)
     layer = HandArranged(ODD, drawn.weights, drawn.next_norm, runner, unrotated)
     stream = layer.start(drawn.x)
@@ -103,8 +103,8 @@ def test_what_nobody_reads_any_more_is_let_go_of() -> None:
 
 
 class Strict(Interpreted):
-    """Refuse inputs that a launch would refuse: a wrong dtype, wrong strides or a wrong address. Record the
-    calls."""
+    """Refuse inputs that a launch would refuse: a wrong dtype, wrong strides or an unaligned address.
+    ``seen`` records the calls."""
 
     def __init__(self) -> None:
         super().__init__(PROGRAMS)
@@ -174,7 +174,7 @@ def test_rotating_back_is_the_gradient_of_rotating() -> None:
     qkv = torch.randn(SMALL.tokens, 3 * SMALL.width, generator=generator).double().requires_grad_()
     qk, v = qkv.tensor_split([2 * SMALL.width], 1)
     turned = rotated(qk)
-    parts = (drawn.dout, drawn.x, drawn.dout - drawn.x)  # as if they were the gradients of q, k and v
+    parts = (drawn.dout, drawn.x, drawn.dout - drawn.x)  # used as gradients of q, k and v
     (exact,) = torch.autograd.grad((turned, v), qkv, (torch.cat(parts[:2], 1).double(), parts[2].double()))
     dq, dk, dv = (SMALL.apart(t) for t in parts)
     found, s = unrotated(dq, dk, dv, turned.detach().float(), v.detach().float(), turn)

@@ -1,5 +1,6 @@
-"""The campaign: mutants of correct programs are refused if they compute something different, honest rewrites
-pass, and the campaign's own fp64 evaluator agrees with the references."""
+"""Tests of the campaign of mutants (``benchmarks.campaign``). A mutant of a correct program is rejected if
+the mutant computes something different; an honest rewrite is accepted. The campaign's own fp64 evaluator
+agrees with the specs' references."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from coda_agent.verifier.spec.domain import LARGEST
 
 pytestmark = pytest.mark.slow
 
-# Kinds of mutants that some programs do not allow, because they need a constant, a comparison, or inputs of
-# one type.
+# Kinds of mutants that cannot be made of every program. Each kind needs something that not every program has,
+# such as a constant, a comparison, or inputs of the same type.
 PARTIAL = {
     "clamp: by a value",
     "dropped term",
@@ -43,7 +44,8 @@ PARTIAL = {
     "on an operand",
 }
 
-ALONE = "gemm_grouped_weight_grad"  # an expert's product has no epilogue, so only its operands can change
+# this program has no epilogue, so a mutant can change only the operands of an expert's GEMM
+ALONE = "gemm_grouped_weight_grad"
 
 
 @pytest.mark.parametrize("name", correct())
@@ -96,8 +98,8 @@ def test_what_never_binds_is_equivalent() -> None:
 
 
 def test_an_operand_that_is_computed_anew_is_the_same_if_nothing_is_wrong_with_it() -> None:
-    """A mutation may compute an operand anew. If the new operand is correct, the program is accepted. So a
-    mutant is refused for its mistake, not for the products that the mutation adds."""
+    """A mutation may compute an operand anew, which adds products to the program. If the new operand is
+    correct, the program is accepted. So a mutant is rejected for its mistake, not for the added products."""
     spec, program = original(ALONE)
     graph = Graph(program)
     site = Site(spec, graph, Random(0), judge_of(ALONE).scales)
@@ -114,7 +116,8 @@ def test_what_is_wrong_at_sizes_of_cases_alone_is_seen_to_differ() -> None:
     assert not judge.seen(made.program) and judge.seen(made.program, *made.frozen)
 
 
-# A sample of the work of ``python -m benchmarks.campaign``, over programs that are judged quickly.
+# Programs that are judged quickly. The tests below are a sample of the work of ``python -m
+# benchmarks.campaign``.
 QUICK = ("gemm_rmsnorm", "gemm_layernorm", "gemm_fp8_tensor_scale", "gemm_row_abs_max")
 
 

@@ -1,4 +1,5 @@
-"""Tests of the benchmark of checks on a cluster: the kernels, and the time predicted from their pieces."""
+"""Tests of the benchmark that counts checks on a cluster: which kernels it checks, and the seconds that the
+simulation predicts from the pieces of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the simulation of sweeps: small fleets whose times are worked out by hand, and the page."""
+"""Tests of the simulation of sweeps: small fleets whose seconds are computed by hand, and the generated
+page."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ def test_fleets_that_are_worked_out_by_hand() -> None:
     assert simulate([RUN], SimulatedResources(1, 1, 1)).seconds == 17
     assert (
         simulate([RUN] * 3, SimulatedResources(1, 1, 9)).seconds == 5 + 2 + 30
-    )  # the GPU is idle only before its first kernel
-    assert simulate([RUN] * 3, SimulatedResources(1, 1, 1)).seconds == 3 * 17  # one run at a time
+    )  # the GPU is idle only before it measures its first kernel
+    assert simulate([RUN] * 3, SimulatedResources(1, 1, 1)).seconds == 3 * 17  # one place: one run at a time
     assert (
         simulate([RUN] * 4, SimulatedResources(4, 1, 9)).seconds == 5 + 4 * 2 + 10
-    )  # one core feeds four GPUs
+    )  # one core serves four GPUs; the last GPU starts after 5 + 4 * 2 seconds
     ended = simulate([RUN] * 4, SimulatedResources(4, 1, 9, driver=1.0))
     assert ended.busy == {"core": 8, "gpu": 40, "driver": 12, "place": 0, "author": 20}
     assert ended.seconds >= 5 + 2 + 10 + 3

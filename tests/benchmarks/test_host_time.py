@@ -1,5 +1,5 @@
-"""Tests of the benchmark of host time, without a GPU. The tests' clock does not depend on the machine's
-load."""
+"""Tests of the benchmark of host time, without a GPU. The tests replace the benchmark's clock, so that
+results do not depend on the machine's load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import host_time
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the benchmark's clock count the calls of Python functions and of builtins."""
+    """Replace the benchmark's clock by a count of the calls of Python functions and builtins."""
     made = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,4 +1,5 @@
-"""Tests of the benchmark of a layer's memory: its table is on the page, and a patched layer uses less."""
+"""Tests of the benchmark of a layer's memory: its table is in docs/fused.md, and a patched layer keeps less
+memory than the plain layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the profile of the layer's backward, on synthetic traces: parsing, groups, time budget, page."""
+"""Tests of the profile of the layer's backward: parsing synthetic traces, grouping kernels, the time budget,
+and the page."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 
 
 class Tape:
-    """Build a Chrome trace like those of torch.profiler. The GPU is idle for ``rest`` microseconds before
-    each kernel."""
+    """Build a Chrome trace like the traces that torch.profiler writes. The GPU is idle for ``rest``
+    microseconds before each kernel."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
@@ -123,7 +124,7 @@ class Tape:
 
 
 def profile() -> dict[str, Any]:
-    """Return the results of the stages ``kernels`` and ``operators`` on the synthetic traces."""
+    """Return what the stages ``kernels`` and ``operators`` would return for the synthetic traces."""
     tape, shaped = Tape(), Tape()
     for slower in (1.0, 1.1):
         tape.region(OURS, slower=slower)
@@ -196,7 +197,7 @@ def test_kernels_are_grouped_by_what_they_compute() -> None:
         ("finish of dqkv @ Wqkv", PASSES),
     ]
     first, *_, attention, _, triton, norm, _ = rows
-    # includes the gap between the two
+    # the row's time includes the gap between its two kernels
     assert len(first.names) == 2 and first.taken[0] == pytest.approx(661.5)
     assert [row.share.flops for row in rows[8:11]] == [None, 5 * T * 2048 * D, None]
     assert attention.share.flops and triton.share.bytes == 2 * (T * D + 3 * T * D)
@@ -231,7 +232,7 @@ def test_our_parts_are_those_of_the_programs() -> None:
     parts = benches.backward_parts(shape, kernels)
     assert [(p["place"], p["kind"]) for p in parts] == [(p["place"], p["kind"]) for p in PARTS]
     assert parts[0]["flops"] == 2 * T * D * F and parts[2]["kernel"] == parts[4]["kernel"]
-    # SwiGLU's backward must write dz and act, and read z, dy and Wd.
+    # SwiGLU's backward has to write dz and act, and to read z, dy and Wd. Each element has 2 bytes.
     assert parts[0]["bytes"] >= 2 * (T * 5 * F + T * D + D * F)
 
 
@@ -407,7 +408,8 @@ def test_the_first_turns_are_dropped_and_arms_kept_apart(monkeypatch: pytest.Mon
         (kernel,) = found[name]["kernels"]
         assert kernel["name"] == f"kernel of {name}" and found[name]["dropped"] == 0
         assert len(kernel["microseconds"]) == benches.KEPT
-        assert kernel["microseconds"][0] > 3 * 2 * 4  # after 3 turns, each with 2 arms and 4 events per arm
+        # at least 3 turns are dropped first, each with 2 arms and 4 events per arm
+        assert kernel["microseconds"][0] > 3 * 2 * 4
     assert [row[0]["name"] for row in made.operators()["operators"].values()] == [
         f"kernel of {name}" for name in made.names
     ]

@@ -15,7 +15,8 @@ SHIPPED = Schedule(128, 224, False, 2, 1)
 
 
 def searched(times: step_schedules.Times) -> list[Choice]:
-    """Return the trials of a search in which "up" is fastest with the last tile and "down" with the first."""
+    """Return the trials of a search. In this search, the place "up" is fastest with the last tile, and the
+    place "down" with the first tile."""
     step = SimpleNamespace(times=times, places=lambda: [(place, "") for place in PLACES])
     made = list[Choice]()
     for choice in step_schedules.trials(cast(Any, step)):

@@ -35,7 +35,7 @@ def test_each_arm_trains_the_same_model(kind: str, tmp_path: Path, monkeypatch: 
 
 
 def test_an_arm_that_fails_or_has_no_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "ARMS", (PLAIN, LIGER))  # Liger needs a GPU
+    monkeypatch.setattr(training, "ARMS", (PLAIN, LIGER))  # Liger fails without a GPU
     monkeypatch.setattr(training, "ROUNDS", 8)
     monkeypatch.setattr(training, "STEPS", 1)
     out = tmp_path / "found.json"

@@ -1,8 +1,9 @@
-"""Tests of the compared libraries without a GPU: each entry against its spec's reference, at tiny sizes.
+"""Tests of the compared libraries without a GPU. An entry computes one spec with one library. At tiny sizes,
+each entry is compared with its spec's reference.
 
-PyTorch's formulations with separate halves run without Inductor. Liger's own kernels run in Triton's
-interpreter, in a separate process. FlashInfer and upstream CODA need a GPU; test_columns_played.py tests
-them.
+PyTorch's entries with separate halves run without Inductor. Liger's own kernels run in Triton's interpreter,
+in a separate process. FlashInfer and upstream CODA need a GPU, so test_columns_played.py replaces their
+functions.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ TEN = {
     "gemm_residual_rmsnorm_bwd",
     "gemm_swiglu_bwd",
 }
-Told = dict[str, dict[str, dict[str, float]]]  # by spec: the dicts "losses", "extra" and "counted"
+Told = dict[str, dict[str, dict[str, float]]]  # for each spec, the dicts "losses", "extra" and "counted"
 LIBRARIES = {"Liger": liger, "FlashInfer": flashinfer, "upstream CODA": upstream}
-GIVEN = {  # the outputs to compare, if a library lacks some outputs or computes another number instead
+GIVEN = {  # the compared outputs, where a library does not compute all outputs of a spec
     ("Liger", "gemm_residual_partial_rmsnorm"): {"h", "rstd"},
     ("Liger", "gemm_residual_partial_layernorm"): {"h", "mean", "rstd"},
     ("Liger", "gemm_residual_rmsnorm_bwd"): {"dgamma", "hn"},
@@ -76,10 +77,10 @@ def case(name: str) -> tuple[Spec, Given]:
 
 def losses(name: str, entry: Implementation, *, half: bool = False) -> dict[str, float]:
     """Return, for each output of ``entry``, the RMS of its error divided by the RMS of the reference. If the
-    shape of an output is wrong, its error is infinite.
+    shape of an output is wrong, the output's error is infinite.
 
-    The outputs come from a second call, which must not depend on what the first call left behind. ``half``:
-    use fp16 instead of bf16.
+    The entry is called twice, and the second call's outputs are checked: they must not depend on what the
+    first call left behind. ``half``: use fp16 instead of bf16.
     """
     spec, given = case(name)
     if half:
@@ -110,7 +111,7 @@ def wanted(library: str, name: str) -> set[str]:
 
 def check(library: str, name: str, found: Mapping[str, float]) -> None:
     assert found.keys() == wanted(library, name)
-    # allows a few roundings to bf16 of about 0.002 each
+    # 0.01 allows a few roundings to bf16; each adds an error of about 0.002
     assert all(loss < 0.01 for loss in found.values()), found
 
 
@@ -201,8 +202,8 @@ def test_an_arm_with_halves_apart_is_compiled_as_its_name_says(
 
 
 def test_every_spec_that_a_library_gets_with_halves_apart_pytorch_gets_so_too() -> None:
-    """If PyTorch had no entry with separate halves, a library would be compared with PyTorch in the
-    interleaved layout. No PyTorch user would choose this layout."""
+    """If a library has an entry with separate halves, PyTorch needs one, too. Otherwise the library would be
+    compared with PyTorch in the interleaved layout, which no PyTorch user would choose."""
     assert {name for name, entry in liger.ENTRIES.items() if "apart" in entry.note} <= set(apart.FORMULATIONS)
     assert all("before timing" in formulation.note for formulation in apart.FORMULATIONS.values())
     for arm in (EAGER_APART, APART, APART_AUTOTUNE):
@@ -222,7 +223,7 @@ def test_an_unknown_mode_is_refused() -> None:
 def test_rows_are_scaled_by_one_compiled_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """None of the three libraries can scale rows, so PyTorch does it for them, in the fastest way: one
+    """None of the three libraries can scale rows. So PyTorch scales the rows, in the fastest way: one
     compiled pass."""
     compiled: list[Any] = []
 
@@ -246,8 +247,8 @@ def test_rows_are_scaled_by_one_compiled_pass(
 
 @pytest.fixture(scope="module")
 def interpreted() -> Told:
-    """Return the output of ``main``, which runs in a process where Triton interprets kernels and
-    torch.compile is disabled."""
+    """Run ``main`` in a process in which Triton interprets kernels and torch.compile is disabled. Return the
+    output of ``main``."""
     paths = os.pathsep.join(filter(None, [PYTHONPATH, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": paths}
     done = subprocess.run(
@@ -271,7 +272,8 @@ def test_ligers_calls_make_the_specs_products_and_no_more(name: str, interpreted
 
 
 WEIGHT, TURNED = ("w",), ("w", "tables")
-# Inputs that Liger copies into its own layout. For layer norm, gamma stands for a beta of the same size.
+# For each spec, the inputs that Liger copies into its own layout. For layer norm, Liger needs a beta, which
+# has the size of gamma; so gamma is listed.
 ARRANGED = {
     "gemm_swiglu": WEIGHT,
     "gemm_rmsnorm_swiglu": WEIGHT,
@@ -300,10 +302,10 @@ def test_what_liger_keeps_in_its_own_layout_is_told_apart_from_what_a_call_holds
 
 
 def _as_compiled() -> None:
-    """Make Triton's interpreter compute what the compiler computes.
+    """Make Triton's interpreter compute what Triton's compiler computes.
 
-    The interpreter lacks the two CUDA functions that Liger calls, so Triton's functions replace them. The
-    compiler turns Python floats into fp32 scalars; the interpreter is patched to do the same.
+    The interpreter lacks two CUDA functions that Liger calls, so Triton's own functions replace them. The
+    compiler turns Python floats into fp32 scalars; the patched interpreter does the same.
     """
     import numpy as np
     import triton.language as tl
@@ -311,7 +313,7 @@ def _as_compiled() -> None:
     from triton.runtime import interpreter
 
     for module in (fused_add_rms_norm, layer_norm, rms_norm):
-        module.rsqrt = lambda x: tl.rsqrt(x)  # the interpreter replaces tl.rsqrt later
+        module.rsqrt = lambda x: tl.rsqrt(x)  # a lambda, because the interpreter replaces tl.rsqrt later
     geglu.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
     for module in (liger, apart):
         vars(module)["fused"] = lambda function: function
@@ -327,9 +329,9 @@ def _as_compiled() -> None:
 
 
 def main() -> None:
-    """For each entry of Liger, print as JSON the losses, the counts, and the error of the loss that Liger
-    returns instead of a log-sum-exp. Inputs are fp16, because the interpreter multiplies bf16 numbers
-    wrongly."""
+    """Print, as JSON, the losses and the counts of each Liger entry. For cross-entropy, also print the error
+    of the loss that Liger returns instead of a log-sum-exp. Inputs are fp16, because the interpreter
+    multiplies bf16 numbers wrongly."""
     _as_compiled()
     found: Told = {}
     for name, entry in liger.ENTRIES.items():

@@ -1,6 +1,6 @@
 """Tests of the processes in which the compared libraries run: upstream CODA's environment and tuner, and the
-CUDA toolkit with which FlashInfer builds. Other tests cover the work and the memory of arms that the timing
-does not include."""
+CUDA toolkit with which FlashInfer builds. The last tests cover work and memory that the timing of an arm does
+not include."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from coda_agent.verifier.baselines.quack_epilogue import fused
 ITEM = 2  # bytes of bf16
 
 
-# ── The arms that --quick leaves out, and the packages of upstream CODA's figures ─────────────────────────
+# ── The arms that --quick leaves out, and the packages that upstream CODA's figures depend on ─────────────
 
 
 def test_what_a_quick_look_leaves_out_stands_in_its_help_and_in_the_docs() -> None:
@@ -54,7 +54,8 @@ def test_what_a_quick_look_leaves_out_stands_in_its_help_and_in_the_docs() -> No
 
 
 def test_figures_of_upstreams_are_of_the_versions_that_it_pins() -> None:
-    """If upstream CODA's environment gets another QuACK or CuTeDSL, upstream CODA's figures are stale."""
+    """If the version of QuACK or CuTeDSL in upstream CODA's environment changes, upstream CODA's figures are
+    stale."""
     (column,) = (column for column in COLUMNS if column.name == UPSTREAM)
     assert set(column.packages) == {"coda-kernels", *tuner.PINNED}
 
@@ -102,8 +103,8 @@ class Graph:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace CUDA's events and graphs. Replaying a graph takes as long as the calls between the last two
-    synchronisations."""
+    """Replace CUDA's events and graphs. The replay of a fake graph takes as long as the calls between the
+    last two synchronisations."""
     Event.calls = 0
     mark = [0]
 
@@ -135,7 +136,7 @@ def test_a_race_is_thirty_calls_of_long_ones_fewer_and_goes_round_the_sets(
     numbers = range(sets)
     given = [(n,) for n in numbers], [{"out": -n} for n in numbers], {"config": "tile"}
     assert tuner.time_configs(kernel, *given, quantiles=(0.5, 0.2, 0.8)) == [milliseconds] * 3
-    # the first two calls measure how long a call takes
+    # two more calls come first, to measure how long a call takes
     assert len(seen) == 2 + calls and set(seen) == set(numbers)
     assert tuner.time_configs(kernel, *given) == milliseconds
 
@@ -154,7 +155,7 @@ def quacks(no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
         (autotuner.Autotuner, "check_disk_cache"),
         (async_compile.CompilePool, "poll"),
     ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # monkeypatch will restore it
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that monkeypatch restores the attribute
     assert autotuner._bench_cuda_graph_l2_rotate is bench_utils._bench_cuda_graph_l2_rotate
     monkeypatch.setattr(autotuner, "_gpu_warmup", lambda: None)
     monkeypatch.setenv("QUACK_CACHE_AUTOTUNING", "1")
@@ -184,15 +185,16 @@ def test_quacks_own_tuner_races_so_says_so_and_keeps_what_it_chose(
     first, x = tuned(quacks, _kernel, (3, 1, 2)), torch.zeros(4)
     first(x)
     assert first.best_config.kwargs == {"config": 1} and first.given is None
-    assert heard == [f"kernel, try {n}" for n in range(1, 7)]  # three in the first round, three in the final
+    assert heard == [f"kernel, try {n}" for n in range(1, 7)]  # 3 in the first round, 3 in the final round
     calls.clear()
-    tuned(quacks, _kernel, (3, 1, 2))(x)  # a new tuner, as in another process
+    # a new tuner, as in a new process, reads the first tuner's choice from disk
+    tuned(quacks, _kernel, (3, 1, 2))(x)
     assert calls == [1]
 
 
 def test_the_fastest_few_are_raced_again_in_full_and_one_of_them_is_chosen(quacks: Any) -> None:
-    """The first round overestimates the speed of a schedule that runs after a pause. The final round corrects
-    this error."""
+    """A schedule that runs after a pause, on a cool GPU, seems too fast in the first round. The final round
+    corrects this error."""
     calls: Counter[int] = Counter()
 
     def _kernel(x: torch.Tensor, config: int) -> None:
@@ -296,7 +298,8 @@ def test_the_newest_toolkit_that_can_be_linked_with_is_taken(system: Path) -> No
     assert os.environ["CUDA_HOME"] == str(home)
     assert os.environ["LIBRARY_PATH"] == str(home / "lib64" / "stubs")
     assert os.environ["FLASHINFER_CUDA_ARCH_LIST"] == "9.0a"
-    assert os.environ["PATH"].split(os.pathsep)[-1] == str(Path(sys.executable).parent)  # has ninja
+    # this folder has ninja
+    assert os.environ["PATH"].split(os.pathsep)[-1] == str(Path(sys.executable).parent)
 
 
 def test_a_toolkit_of_the_users_is_kept_if_it_is_whole(system: Path) -> None:
@@ -378,7 +381,7 @@ def test_a_finishing_pass_is_compiled_for_each_shape_once(monkeypatch: pytest.Mo
 
 def test_a_pass_for_more_shapes_than_a_code_object_keeps_stays_static() -> None:
     """The test uses twelve shapes, because PyTorch keeps only eight compiled results of one code object. By
-    default PyTorch also compiles the second shape as dynamic."""
+    default, PyTorch would compile the second shape with dynamic sizes."""
     seen: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

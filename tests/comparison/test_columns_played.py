@@ -1,5 +1,5 @@
 """Tests of FlashInfer's and upstream CODA's entries without a GPU. PyTorch replaces the functions of both
-libraries. The tests cover the arguments that these functions receive, the rest of a call's work, and the
+libraries. The tests cover the arguments that these functions receive, the other work of a call, and the
 reading of outputs."""
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _dswiglu_backward(pre_act: Tensor, grad_out: Tensor, grad_pre: Tensor) -> Te
 
 
 def _gemm_rope(A: Tensor, B: Tensor, pos: Tensor, freq: Tensor, out: Tensor) -> Tensor:
-    """Rotate by the negative of the angle, as the package does. Columns 2*i and 2*i + 1 are a pair with the
-    frequency ``freq[2*i]``."""
+    """Rotate by the negative of the angle, as upstream CODA does. Columns 2*i and 2*i + 1 are a pair, whose
+    frequency is ``freq[2*i]``."""
     torch.mm(A, B, out=out)
     angle = pos[:, None] * freq[0::2]
     _turn(out, angle.cos(), -angle.sin())
@@ -162,7 +162,8 @@ def test_flashinfer_is_given_and_read_as_the_spec_says(name: str, played: None) 
 def test_flashinfer_adds_and_norms_in_its_one_kernel(
     name: str, played: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch must not add the residual in an additional pass: users of FlashInfer call its fused kernel."""
+    """FlashInfer's users add the residual with FlashInfer's fused kernel, so the entry must not add it in an
+    additional pass of PyTorch."""
     called: list[str] = []
     norms = sys.modules["flashinfer.norm"]
     for kernel in ("rmsnorm", "fused_add_rmsnorm"):
@@ -176,7 +177,8 @@ def test_flashinfer_adds_and_norms_in_its_one_kernel(
 def test_flashinfers_calls_are_a_product_its_kernels_and_nothing_else(
     name: str, played: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call may have one more pass, which scales the rows of x. The entry's note must state this pass."""
+    """A call may also have one pass of PyTorch that scales the rows of x. The entry's note must state this
+    pass."""
 
     class Launched(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -65,7 +65,7 @@ def test_what_is_there_is_not_measured_again(gpu: Machine, tmp_path: Path) -> No
         COMPILE,
         LIGER,
         OWN_TUNER,
-    )  # the memory may be too small for all arms in a row of a 70B model
+    )  # our kernel is first, because the memory may be too small for all arms of a 70B model's row
     assert gpu.sat == [(None, ours), ("/other/python", (REFERENCE_ARM, UPSTREAM))] * 2
     gpu.sat.clear()
     assert measure(asked(processes=2), read(path), never) == first and not gpu.sat
@@ -120,8 +120,9 @@ def test_another_version_of_a_library_is_another_column(
 def test_what_was_another_for_a_while_is_measured_again(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The version of a library or of torch, the reference arm, or the question of a row changes, and changes
-    back. Liger is measured again after each change, and the table shows Liger's new figures."""
+    """Four things change in turn, and change back: Liger's version, torch's version, the reference arm, and
+    the definition of the row. Liger is measured again after each change, and the table shows the new
+    figures."""
     versions = {"liger-kernel": "0.8.5", "torch": "1.0"}
     monkeypatch.setattr(keys, "version", lambda name: versions.get(name, "1.0"))
     found = measure(asked(), Results(), kept_nowhere)
@@ -208,7 +209,8 @@ def test_a_broken_column_says_so_and_stops_nothing(gpu: Machine) -> None:
     found = measure(asked("gemm_swiglu", "gemm_rope", processes=2), Results(), lambda made: None)
     assert [line.cells[LIGER] for line in lines(found)] == [Empty(f"{LIGER}: ValueError: no such width")] * 2
     assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(found))
-    assert sum(LIGER in arms for _, arms in gpu.sat) == 2  # once per row, not in every process
+    # Liger was tried once per row, not in every process
+    assert sum(LIGER in arms for _, arms in gpu.sat) == 2
     gpu.broken, gpu.sat = {}, []
     assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found
     assert not gpu.sat  # an arm that has failed is tried again only with ``again``
@@ -233,7 +235,7 @@ def test_an_reference_arm_that_is_left_alone_is_not_kept(gpu: Machine) -> None:
     (session,) = measure(asked(arms=(EAGER,)), Results(), kept_nowhere).sessions
     assert not session.arms and set(session.failed) == {EAGER}
     (session,) = measure(asked(arms=(REFERENCE_ARM,)), Results(), kept_nowhere).sessions
-    # kept although no other arm was measured, because it was requested
+    # the session is kept without other arms, because the request names the reference arm
     assert set(session.arms) == {REFERENCE_ARM}
 
 
@@ -251,7 +253,8 @@ def test_each_environment_imports_while_the_other_sits(gpu: Machine) -> None:
     measure(asked(processes=2), Results(), kept_nowhere)
     opened = [(seat.python, seat.ahead) for seat in gpu.opened]
     assert opened.count(("/other/python", workers.APART_AHEAD)) == 2
-    assert gpu.ready[0] == len(opened)  # two workers per environment, one for the ceilings, one for compilers
+    # workers: two for each environment, one for the ceilings, one for compilers
+    assert gpu.ready[0] == len(opened)
 
 
 def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
@@ -262,9 +265,9 @@ def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
         ("gemm_rope", 0),
         ("gemm_rope", 1),
     ]
-    # one worker for the ceilings, one per session
+    # one worker for the ceilings, and one for each session
     assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)
-    assert gpu.ready == [5, 5, 5, 5]  # the workers of the next three sessions are already importing
+    assert gpu.ready == [5, 5, 5, 5]  # the next three sessions' workers are already importing
 
 
 def test_whoever_waits_hears_how_many_sessions_are_left(gpu: Machine) -> None:
@@ -276,14 +279,15 @@ def test_whoever_waits_hears_how_many_sessions_are_left(gpu: Machine) -> None:
 
 def test_not_all_of_a_comparison_imports_at_once(gpu: Machine) -> None:
     measure(asked(processes=6, arms=(EAGER,)), Results(), kept_nowhere)
-    assert gpu.ready == [5, 6, 7, 7, 7, 7]  # at first 5 workers: ceilings, this session, the next three
+    # at first 5 workers: for the ceilings, this session, and the next three sessions
+    assert gpu.ready == [5, 6, 7, 7, 7, 7]
 
 
 def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two processes, a column's slower arm is left out of the second process. If the faster arm changes,
-    the slower arm is timed again."""
+    """If an arm is clearly slower than another arm of its column (here by 4%, but not by 2%), the arm is left
+    out of the second process. If the faster arm changes, the slower arm is timed again."""
     wanted = asked(processes=2, arms=(COMPILE, MAX_AUTOTUNE, OWN_TUNER, OUR_SEARCH))
     monkeypatch.setitem(SPEEDS, OUR_SEARCH, 1.02 * SPEEDS[OWN_TUNER])
     monkeypatch.setitem(SPEEDS, MAX_AUTOTUNE, 1.04 * SPEEDS[COMPILE])
@@ -293,7 +297,7 @@ def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
     cell = cells(found)["torch.compile"]
     assert isinstance(cell, Cell) and (cell.arm, cell.processes) == (COMPILE, 2)
     assert measure(wanted, found, never) == found
-    monkeypatch.setitem(keys.PACKAGES, COMPILE, ("torch",))  # triton's version no longer counts
+    monkeypatch.setitem(keys.PACKAGES, COMPILE, ("torch",))  # changes the key of the faster arm
     measure(wanted, found, kept_nowhere)
     assert [arms for _, arms in gpu.sat[2:]] == [
         (REFERENCE_ARM, COMPILE),
@@ -311,7 +315,8 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     assert all(seat.ahead == workers.AHEAD for seat in gpu.opened if seat.python is None)
     assert "coda_agent.comparison.competitors.ahead" in workers.AHEAD
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
-    gpu.compiler_dies = True  # then each arm reports its own compile errors
+    # the comparison continues, and each arm reports its own compile errors
+    gpu.compiler_dies = True
     assert len(measure(wanted, Results(), kept_nowhere).sessions) == len(found.sessions)
 
 
@@ -361,7 +366,7 @@ def test_an_interrupted_comparison_goes_on(gpu: Machine, tmp_path: Path) -> None
     gpu.interrupted_at = -1
     gpu.opened.clear()
     whole = measure(asked(processes=2), read(path), lambda made: write(path, made))
-    assert not gpu.opened[0].ahead  # a worker can name the GPU without imports
+    assert not gpu.opened[0].ahead  # the first worker only names the GPU, so it imports nothing ahead
     assert len(gpu.sat) == 4 and [s.process for s in whole.sessions] == [0, 0, 1, 1]
 
 
@@ -406,14 +411,14 @@ def test_a_layer_is_a_row_too(gpu: Machine) -> None:
     assert line.operator == LAYER_FORWARD and line.cells[MATMUL] == Empty("it has no layer")
     flops = 2 * 16384 * 2048 * (4 * 2048 + 3 * 5632) + 2 * 8 * 2048**2 * 2048
     assert line.roofline == pytest.approx(flops / H100["tensor"] * 1e3, rel=1e-5)
-    assert found.sessions[0].arms[FUSED].key.count("text ") == 2  # the key depends on both programs' texts
+    assert found.sessions[0].arms[FUSED].key.count("text ") == 2  # the key names the texts of both programs
     (both,) = rows.choose_rows((LAYER_BOTH,), ("1B",), everything=False, quick=False)
     assert both.least(H100) == pytest.approx(3 * flops / H100["tensor"], rel=1e-5)
 
 
 def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
-    """Therefore a changed backward program does not make the forward's figures stale, and a session of the
-    forward compiles no backward kernel."""
+    """If a backward program changes, the forward's figures do not become stale. A session of the forward
+    compiles no backward kernel."""
     forward, both = rows.choose_rows((LAYER_FORWARD, LAYER_BOTH), ("1B",), everything=False, quick=False)
     assert (len(forward.made_of(FUSED)), len(both.made_of(FUSED))) == (2, 4)
     assert forward.made_of(PROGRAM) == [] and forward.absent(PROGRAM) == "it has no layer"
@@ -422,7 +427,7 @@ def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
 def test_the_usual_rows() -> None:
     usual = rows.choose_rows((), (), everything=False, quick=False)
     assert len([row for row in usual if row.case.startswith("square")]) == 9
-    assert len([row for row in usual if row.case in ("1B", "7B", "70B")]) == 36  # including layers
+    assert len([row for row in usual if row.case in ("1B", "7B", "70B")]) == 36  # including rows of layers
     for row in usual:
         if row.case.startswith("square"):
             n = int(row.case.split()[1])
@@ -439,8 +444,8 @@ def test_the_usual_rows() -> None:
 
 
 def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> None:
-    """At sizes without tuned schedules, a program has no schedules. An edited kernel has the schedules on
-    which it was found correct."""
+    """At sizes for which no schedules were tuned, a program has no schedules. For an edited kernel, only the
+    schedules on which its text was found correct may be tried."""
     spec = load(SPECS / "gemm_residual_partial_rmsnorm.yaml")
     program, edited = (kernels.accepted_kernel(spec, edited=edited) for edited in (False, True))
     assert program and edited

@@ -1,4 +1,5 @@
-"""Tests of a comparison's charts, drawn from made-up rows: texts, colours, and positions of bars and dots."""
+"""Tests of a comparison's charts, drawn from made-up rows: texts, colours, and the positions of bars and
+dots."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_charts_are_valid_and_the_same_when_drawn_again(found: list[TableRow]) -
 
 
 def drawn_words(made: Sequence[TableRow], name: str) -> list[str]:
-    """Return the texts of a chart. Matplotlib draws a text as outlines and puts the text into a comment."""
+    """Return the texts of a chart. Matplotlib draws each text as outlines, and writes the text into an XML
+    comment."""
     return re.findall(r"<!-- (.*?) -->", draw(made)[name].decode(), re.DOTALL)
 
 
@@ -97,7 +99,7 @@ def axes(made: Sequence[TableRow], name: str) -> Any:
 
 
 def dots(made: Sequence[TableRow]) -> dict[str, Any]:
-    """Return the line that matplotlib draws for each column of a roofline chart."""
+    """Return, for each column in a roofline chart, the matplotlib line that draws the column's dots."""
     shapes = {shape: name for name, shape in charts.SHAPES.items()}
     return {
         shapes[one.get_marker()]: one for one in axes(made, "roofline").lines if one.get_marker() in shapes
@@ -122,7 +124,7 @@ def test_every_rival_that_any_row_has_is_among_the_bars_in_the_columns_order() -
     assert [text.get_text() for text in legend.get_texts()] == [f"over {name}" for name in order]
     assert order == [column.name for column in COLUMNS if column.name in order]
     heights = sorted((bar.get_y(), round(bar.get_width() + 1, 3)) for bar in axes(made, "speedup").patches)
-    assert [width for _, width in heights] == [1.3, 0.9, 1.1, 1.5, 2.0]  # from above, row by row
+    assert [width for _, width in heights] == [1.3, 0.9, 1.1, 1.5, 2.0]  # the bars from the top, row by row
 
 
 def test_bars_are_as_high_as_their_ratios_in_a_table_of_47_rows() -> None:
@@ -161,5 +163,6 @@ def test_where_dots_coincide_a_cross_is_above_a_diamond_and_a_ring_above_both() 
     found = dots([line("1B", ratios={name: same for name in charts.COLOURS if name != LLM})])
     over = {name: drawn.get_zorder() for name, drawn in found.items()}
     assert all(over[LLM] > over[FLASHINFER] > over[name] for name in over if name not in (LLM, FLASHINFER))
-    for name in (LLM, FLASHINFER, MATMUL):  # markers are hollow, so that markers below stay visible
+    # these markers are hollow, so that the markers below them stay visible
+    for name in (LLM, FLASHINFER, MATMUL):
         assert found[name].get_markerfacecolor() == "none"

@@ -1,4 +1,4 @@
-"""Tests of the command ``coda-agent compare``, with a fake GPU and without a GPU."""
+"""Tests of the command ``coda-agent compare``. Some tests have a fake GPU, the others have no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.statistics import ratio
 from comparison import results as made_up
 
-NUMBER = re.compile(r"(?<![\w#.-])-?\d+(?:\.\d+)?(?![\w%])")  # coordinates, not colours or identifiers
+# matches coordinates, but not colours or identifiers
+NUMBER = re.compile(r"(?<![\w#.-])-?\d+(?:\.\d+)?(?![\w%])")
 
 
 @pytest.fixture
@@ -169,20 +170,21 @@ def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_p
 
 
 def test_what_is_committed_is_drawn_from_its_results(command: Callable[..., Any], tmp_path: Path) -> None:
-    """Redrawing the committed samples gives the committed tables and pages, and nearly the same charts."""
+    """The committed tables and pages are exactly what the command draws from the committed samples. The
+    charts agree except for small shifts."""
     there, first = ROOT / "docs" / "comparison", ROOT / "docs" / "results.md"
     for page in (first, ROOT / "README.md"):
         drawn = tmp_path / page.name
         drawn.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
         if page == first:
             assert command("--from", there, "--out", tmp_path, "--write", drawn)[0] == 0
-        else:  # write what the command writes, except the charts
+        else:  # write the same text as the command, without drawing the charts again
             markdown.write(drawn, read(there / "results.json"))
         again = f"run: coda-agent compare --from docs/comparison --out docs/comparison --write {page}"
         assert drawn.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), again
     drawn, kept = (at / "table.md" for at in (tmp_path, there))
     assert drawn.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8"), again
-    for chart in ("speedup.svg", "roofline.svg"):  # other fonts may move coordinates slightly
+    for chart in ("speedup.svg", "roofline.svg"):  # another machine's fonts may move coordinates
         now, then = ([float(n) for n in NUMBER.findall((at / chart).read_text())] for at in (tmp_path, there))
         assert len(now) > 1000 and now == pytest.approx(then, abs=0.1), again
 
@@ -297,7 +299,8 @@ def test_where_ratios_are_to_be_written_is_looked_at_before_anything_is_measured
 def test_two_comparisons_at_once_measure_one_after_the_other(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second comparison keeps the results of the first, and does not measure them again."""
+    """The second comparison reads the results that the first comparison wrote meanwhile, and measures nothing
+    again."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     words = ("--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch", "--processes", 1)

@@ -1,5 +1,5 @@
-"""Tests of the basis of a comparison's figures: the sessions of a cell, the definition of a win, the authors
-of the human kernels, and the rows of a claim."""
+"""Tests of the basis of a comparison's figures: which sessions a cell counts, which ratio is a win, who wrote
+a human kernel, which rows decide a claim."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TWO = (0, 1)
 
 
 def cell(name: str, *sessions: Session) -> Cell:
-    """Return the cell of column ``name`` in the one row that the sessions belong to."""
+    """Return the cell of column ``name``. All sessions belong to one row."""
     (found,) = lines(Results(sessions=sessions))
     made = found.cell(name)
     assert made is not None, found.cells[name]
@@ -88,7 +88,8 @@ def layer(arms: dict[str, ArmResult], process: int = 0) -> Session:
 
 
 def drawn_words(made: Sequence[TableRow], name: str = "speedup.svg", told: str = "") -> list[str]:
-    """Return the texts of a chart. Matplotlib draws a text as outlines and puts the text into a comment."""
+    """Return the texts of a chart. Matplotlib draws each text as outlines, and writes the text into an XML
+    comment."""
     return re.findall(r"<!-- (.*?) -->", draw(made, told)[name].decode(), re.DOTALL)
 
 
@@ -96,7 +97,8 @@ def drawn_words(made: Sequence[TableRow], name: str = "speedup.svg", told: str =
 
 
 def test_a_session_beside_another_reference_arm_is_not_counted() -> None:
-    """Arms are compared through the reference arm, so sessions with an old reference arm do not count."""
+    """Arms of different sessions are compared through the reference arm. So a session with an old version of
+    the reference arm does not count."""
     old = session({REFERENCE_ARM: arm(1.0, key="0"), PROGRAM: arm(4.0), COMPILE: arm(9.0)})
     new = session({PROGRAM: arm(2.0)}, process=1)
     assert cell(LLM, old, new).milliseconds == pytest.approx(2.0)
@@ -104,7 +106,8 @@ def test_a_session_beside_another_reference_arm_is_not_counted() -> None:
 
 
 def test_a_session_of_another_question_is_not_counted() -> None:
-    """If a spec changes, its old figures do not count, even those of an unchanged arm."""
+    """After a spec has changed, the figures of older sessions do not count, even if the arm has not
+    changed."""
     failed = {LIGER: ArmFailure(key="1", reason="no such width")}
     old = session({PROGRAM: arm(4.0), COMPILE: arm(9.0)}, question="before", failed=failed)
     new = session({PROGRAM: arm(2.0)}, process=1)
@@ -128,8 +131,8 @@ def test_a_cell_has_the_worst_error_and_peak_of_all_processes_and_the_time_betwe
 
 
 def test_the_fastest_arm_is_so_beside_the_reference_arm_and_not_by_the_clock() -> None:
-    """The two arms were measured in different processes, and the first process was twice as slow. So only the
-    ratios to the reference arm can be compared."""
+    """Two arms are compared by their ratios to the reference arm, not by their times. The two arms were
+    measured in different processes, and the first process was twice as slow."""
     slow = session({REFERENCE_ARM: arm(2.0), COMPILE: arm(3.8), PROGRAM: arm(4.0)})
     fast = session({MAX_AUTOTUNE: arm(2.0), PROGRAM: arm(2.0)}, process=1)
     assert cell(COMPILE, slow, fast).arm == COMPILE
@@ -137,8 +140,8 @@ def test_the_fastest_arm_is_so_beside_the_reference_arm_and_not_by_the_clock() -
 
 
 def test_a_ratio_says_how_many_processes_it_rests_on() -> None:
-    """The number of sessions would be too large. The reference arm has additional sessions for arms that were
-    measured in another environment or measured again."""
+    """A ratio states its number of processes. The number of sessions would be too large, because the
+    reference arm is also in the sessions of another environment and of arms that were measured again."""
     together = [session({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(3)]
     apart = [session({UPSTREAM: arm(2.2)}, process=process) for process in TWO]
     again = [session({OWN_TUNER: arm(2.1)}, process=0)]
@@ -148,7 +151,7 @@ def test_a_ratio_says_how_many_processes_it_rests_on() -> None:
     }  # fmt: skip
     assert found[UPSTREAM].indirect and found[HUMAN].indirect and not found[MATMUL].indirect
     without = [session({COMPILE: arm(2.6)}, process=process) for process in TWO]
-    # the processes that timed the matmul, because no session has an LLM's kernel
+    # no session has an LLM's kernel, so the processes that timed the matmul are counted
     assert cell(MATMUL, *without, *apart).processes == 2
 
 
@@ -242,7 +245,8 @@ def test_a_time_below_the_roofline_is_noted_and_decides_nothing(percent: int) ->
     for sheet in (times, errors):
         noted = [dict(notes)[number] for number in sheet.rows[0][2][place].notes]
         assert any(text.startswith(note) for text in noted) is doubted
-    assert sum(text.startswith(note) for _, text in notes) == doubted  # the bare matmul gets no note
+    # the bare matmul gets no note, though its time is below the roofline, too
+    assert sum(text.startswith(note) for _, text in notes) == doubted
     told = against(found, COMPILE)
     (every,) = told.totals
     assert every.rows[0].outcome == ("undecided" if doubted else "loss")
@@ -255,7 +259,8 @@ def test_a_time_below_the_roofline_is_noted_and_decides_nothing(percent: int) ->
 
 def test_where_the_llms_own_time_cannot_be_no_ratio_decides() -> None:
     ratios = {HUMAN: (1.5, 1.4, 1.6)}
-    for own, outcome in ((1.04, "win"), (1.07, "undecided")):  # the LLM's kernel takes 1 ms
+    # ``own`` is the roofline in ms; the LLM's kernel takes 1 ms
+    for own, outcome in ((1.04, "win"), (1.07, "undecided")):
         made = line("7B", ratios=ratios, roofline=own)
         hidden = replace(made, cells={HUMAN: made.cells[HUMAN]})
         for seen in (made, hidden):
@@ -276,7 +281,7 @@ def test_a_kernel_that_we_composed_of_quacks_operators_says_so() -> None:
         "gemm_rmsnorm_partial_cross_entropy",
         "gemm_residual_rmsnorm_bwd",
     }
-    assert not composed("gemm_fp8_row_scale")  # QuACK has nothing for this operator
+    assert not composed("gemm_fp8_row_scale")  # QuACK has no kernel for this operator
     for name in ("gemm_rmsnorm", "gemm_rope"):
         spec = load(SPECS / f"{name}.yaml", check=False)
         for each in LIBRARY_ARMS:

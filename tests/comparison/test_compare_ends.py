@@ -1,4 +1,5 @@
-"""Tests of comparisons that end early or continue: after a lost arm, worker or GPU, or when time is up."""
+"""Tests of comparisons that lose an arm, a worker or the GPU, or that run out of time. Some end early, and
+some continue."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_an_reference_arm_that_dies_ends_its_row_and_not_the_run(gpu: Machine) -
     operators, layer = lines(found)[:-1], lines(found)[-1]
     why = f"{PROGRAM}: {REFERENCE_ARM}: crashed: {REFERENCE_ARM} wrote astray"
     assert [line.cells[LLM] for line in operators] == [Empty(why)] * 2
-    assert isinstance(layer.cells[LIGER], Cell)  # layers have another reference arm
+    # the reference arm of layers is eager PyTorch, which does not die
+    assert isinstance(layer.cells[LIGER], Cell)
     gpu.sat.clear()
     assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found and not gpu.sat
 
@@ -70,13 +72,14 @@ def test_a_worker_lost_before_its_first_arm_ends_the_row_alone(
     found = measure(asked("gemm_swiglu", "gemm_swiglu_bwd"), Results(), lambda made: write(path, made))
     assert len(gpu.sat) == 4 and found == read(
         path
-    )  # the reference arm was not measured again in a session of its own
+    )  # no additional session measures the reference arm alone again
     column = LLM if python is None else UPSTREAM
     for line in lines(found):
         empty = line.cells[column]
         assert isinstance(empty, Empty) and "inputs and truth: out_of_memory" in empty.reason
         assert isinstance(line.cells[LLM if python else UPSTREAM], Cell)
-        assert isinstance(line.cells[MATMUL], Cell)  # measured in the other environment
+        # the matmul was measured in the other environment
+        assert isinstance(line.cells[MATMUL], Cell)
     gpu.crowded, gpu.sat = set(), []
     assert measure(asked("gemm_swiglu", "gemm_swiglu_bwd"), found, never) == found and not gpu.sat
 
@@ -100,7 +103,7 @@ def test_a_bug_of_ours_is_told_at_the_end(gpu: Machine, monkeypatch: pytest.Monk
 
 
 def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
-    """When the GPU is back, the missing sessions are measured."""
+    """Losing the GPU is no arm's failure. When the GPU is back, the missing sessions are measured."""
     kept: list[Results] = []
 
     def keep(made: Results) -> None:
@@ -120,8 +123,8 @@ def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
 def test_a_worker_that_cannot_begin_is_no_arms_fault(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
-    """If the worker belongs to the environment of CODA's package, only the column of this package has no
-    figures. Otherwise the comparison stops."""
+    """If the worker belongs to the environment of CODA's package, only this package's column has no figures.
+    If the worker belongs to the main environment, the comparison stops."""
     kept: list[Results] = [Results()]
     usual = gpu.ask
 
@@ -146,8 +149,8 @@ def test_a_worker_that_cannot_begin_is_no_arms_fault(
 def test_what_is_lost_on_the_clock_is_found_by_halves(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, arm: str, column: str
 ) -> None:
-    """The arm at fault may be the model's kernel or a rival. Other arms keep their figures, and no arm is
-    measured again."""
+    """The session's arms are halved until only the arm at fault is left: the model's kernel or a rival. Other
+    arms keep their figures. A second comparison measures nothing again."""
     usual = gpu.ask
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
@@ -170,8 +173,8 @@ def test_what_is_lost_on_the_clock_is_found_by_halves(
 def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An arm fails only if it had the whole budget for itself. If another session used a part of the budget,
-    the arm gets another try."""
+    """An arm that takes too long fails only if it had the whole budget for itself. If another session used a
+    part of the budget, the next command tries the arm again."""
     usual, slow, kept = gpu.ask, {"gemm_swiglu"}, [Results()]
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
@@ -198,8 +201,8 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
 
 
 def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling ahead gets half of the budget's seconds. If half is too little, each session compiles its own
-    kernels."""
+    """Compiling ahead of the sessions gets half of the budget's seconds. If this time is too short, each
+    session compiles its own kernels."""
     left: list[tuple[bool, float]] = []
     usual = gpu.ask
 
@@ -219,7 +222,8 @@ def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pyte
 
 
 def test_a_process_that_finds_caches_is_expected_to_take_less(gpu: Machine) -> None:
-    gpu.seconds, gpu.prepared = 260.0, 40.0  # seconds of a session, and of preparing each of its six arms
+    # a session takes 260 s: 40 s to prepare each of its six arms, and 20 s for the rest
+    gpu.seconds, gpu.prepared = 260.0, 40.0
     kept = [measure(asked(), Results(), kept_nowhere)]
     wanted = asked("gemm_rope", processes=3, arms=ARMS[:-2], seconds=500.0)
     with pytest.raises(OutOfTime):
@@ -264,8 +268,8 @@ def test_what_takes_longer_than_a_budget_is_begun_first_or_it_never_would(gpu: M
 
 
 def test_a_row_is_expected_to_take_what_its_like_took(gpu: Machine) -> None:
-    """The estimate for a session of an operator ignores sessions of layers, and sessions of CODA's own
-    package, whose tuning is slow."""
+    """An operator's session is expected to take as long as the longest earlier session of an operator in the
+    same environment. Sessions of layers, and of CODA's own package, take longer."""
     gpu.seconds, gpu.slow = 50.0, {UPSTREAM: 400.0, LAYER_FORWARD: 300.0}
     rows_, arms = ("gemm_swiglu", LAYER_FORWARD), (EAGER, COMPILE, UPSTREAM)
     found = measure(asked(*rows_, arms=arms), Results(), kept_nowhere)

@@ -1,5 +1,5 @@
-"""Tests of the environment for CODA's own package. The tests really create the environment, but a small
-package replaces CODA's."""
+"""Tests of the environment for CODA's own package. The tests really create the environment, but install a
+small package in place of CODA's."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from coda_agent.verifier.gpu.worker import Worker
 
 pytestmark = pytest.mark.slow
 
-NAME, VERSION = "typer", "0.0.1"  # this project has another version of the package
+NAME, VERSION = "typer", "0.0.1"  # this project uses another version of typer
 versions = environment.versions
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the only folder in which pip looks for packages."""
+    """Return a folder. During the tests, pip looks for packages only in this folder."""
     folder = tmp_path_factory.mktemp("index")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIP_NO_INDEX", "1")
@@ -66,7 +66,8 @@ def purelib(python: str) -> Path:
 def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None:
     assert environment.python() == installed
     assert versions(installed, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
-    (purelib(installed) / "tests.pth").write_text(f"{SUPPORT}\n")  # this folder has the worker's task
+    # the worker imports its task from SUPPORT
+    (purelib(installed) / "tests.pth").write_text(f"{SUPPORT}\n")
     with Worker(python=installed) as worker:
         answer = worker.ask(worker_tasks.environment_of, NAME, patience=60.0)
     assert answer == {"own": VERSION, "torch": torch.__version__}
@@ -74,8 +75,8 @@ def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None
 
 @pytest.fixture
 def carried(installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the interpreter of a copy of the environment, as if on another machine: the environment's paths
-    lead nowhere, and pip finds no package."""
+    """Copy the environment as if to another machine: the paths in the copy lead nowhere, and pip finds no
+    package. Return the copy's interpreter."""
     whence = environment.folder()
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -97,7 +98,7 @@ def test_one_that_was_carried_is_set_on_what_is_there_without_a_network(carried:
         "coda-agent compare --install repairs it"
     )
     assert environment.install() == carried
-    versions.cache_clear()  # the cache of a new process is empty, too
+    versions.cache_clear()  # as in a new process, which has an empty cache
     assert versions(carried, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
 
 

@@ -1,4 +1,5 @@
-"""Tests of which kernels of a model a comparison measures, and of the reasons if a kernel is left out."""
+"""Tests of the choice of a model's kernels for a comparison, and of the reason that a comparison gives if it
+leaves out a kernel."""
 
 from __future__ import annotations
 
@@ -51,12 +52,12 @@ def asked(*names: str) -> ComparisonRequest:
     ("name", "why"),
     [
         ("gemm_swiglu", f"{ELSEWHERE}; its CuTeDSL was not edited"),
-        ("gemm_swiglu_bwd", ELSEWHERE),  # its edited text has the same reason
+        ("gemm_swiglu_bwd", ELSEWHERE),  # also the reason for its edited text
     ],
 )
 def test_a_kernel_of_other_versions_says_so(gpu: Machine, elsewhere: None, name: str, why: str) -> None:
-    """Another version of CuTeDSL may lower the program to another text, but only the accepted text was
-    measured."""
+    """With another version of CuTeDSL, a program may lower to a text that nobody measured. So the kernel is
+    left out."""
     (line,) = lines(measure(asked(name), Results(), lambda made: None))
     assert line.cells[LLM] == Empty(why) and isinstance(line.cells[TORCH], Cell)
 

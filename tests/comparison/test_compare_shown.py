@@ -1,4 +1,5 @@
-"""Tests of how a comparison is shown, with made-up results: figures by hand, reasons, hostile text."""
+"""Tests of how a comparison with made-up results is shown: figures that are computed by hand, reasons for
+empty cells, and hostile text."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ NEAR = 1e-9
 
 
 def hand() -> Results:
-    """Return one row, measured in two processes. The LLM's kernel takes 2 ms, so ratios are easy to check."""
+    """Return the results of one row, measured in two processes. The LLM's kernel takes 2 ms, so ratios are
+    easy to check."""
     arms = {
         PROGRAM: arm(
             2.0, losses={"y": Loss(relative=1e-3, yardsticks=1.25), "s": Loss(relative=1e-7, yardsticks=1.5)}
@@ -87,7 +89,8 @@ def shown(whole: Results) -> str:
 
 
 def rows(text: str, title: str) -> list[list[str]]:
-    """Return the cells of the Markdown table below ``title``, without the rule below its headings."""
+    """Return the cells of the Markdown table below ``title``, with its headings but without the line of
+    dashes."""
     under = text.split(f"**{title}**\n")[1].split("\n**")[0]
     return [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
@@ -209,7 +212,8 @@ def test_markdown_says_what_was_computed_by_hand() -> None:
     times, ratios = rows(text, "Milliseconds"), rows(text, "Time over LLM's")
     assert times[0] == ["operator", "case", *(c.name for c in COLUMNS), "roofline"]
     assert column(times, LLM) == ["2.000"]
-    assert column(times, HUMAN) == ["**1.900** <sup>4, 5</sup>"]  # QuACK (our search), weight transposed
+    # notes 4 and 5: QuACK (our search), weight transposed
+    assert column(times, HUMAN) == ["**1.900** <sup>4, 5</sup>"]
     assert column(times, MATMUL) == ["1.000"]  # the fastest, but not bold: a matmul alone does less
     assert column(times, "roofline") == ["0.8000"]
     assert column(ratios, COMPILE) == ["1.300 [1.300, 1.300]"]
@@ -296,13 +300,15 @@ def test_the_error_table_has_notes_and_says_that_outputs_may_be_fewer() -> None:
     text = markdown(hand())
     assert column(rows(text, "Error against fp64"), HUMAN) == ["1.01 <sup>4, 5</sup>"]
     assert column(rows(text, "Peak memory, MiB"), HUMAN) == ["5.0"]
-    assert page(hand(), {}).count(">4</a>, <a") == 2  # in two tables, times and errors; 4 and 5 are two notes
+    # both notes, 4 and 5, are in two tables: times and errors
+    assert page(hand(), {}).count(">4</a>, <a") == 2
     under = text.split("**Error against fp64**")[1].split("|")[0]
     assert "Notes name outputs that a column does not compute." in under
 
 
 def test_bold_is_said_to_be_the_fastest_of_the_columns_shown() -> None:
-    """If the LLM's kernel is not shown, it may be faster than the column in bold."""
+    """Bold marks the fastest of the columns shown. In this test, the LLM's kernel is faster, but is not
+    shown."""
     results = Results(sessions=(session({PROGRAM: arm(1.5), OWN_TUNER: arm(2.0)}),))
     text = markdown(results, (HUMAN, MATMUL))
     assert column(rows(text, "Milliseconds"), HUMAN) == ["**2.000**"]
@@ -422,14 +428,16 @@ def test_on_a_narrow_window_tables_scroll_and_all_else_wraps(shown: str) -> None
     assert shown.count("<table>") == len(re.findall(r'<div class="wide" tabindex="0"><table>', shown)) > 3
     style = rules(shown)
     assert "overflow-x: auto" in style[".wide"] and "overflow-x: auto" in style["pre"]
-    for wraps in ("h1", "h2", "li", "p", "dd", "summary"):  # operators' names are long words
+    # an operator's name is a long word that must wrap
+    for wraps in ("h1", "h2", "li", "p", "dd", "summary"):
         assert "overflow-wrap: anywhere" in style[wraps], wraps
     assert "minmax(min(14rem, 100%), 1fr)" in style["dl"]
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_a_browser_scrolls_no_page_sideways(shown: str, tmp_path: Path) -> None:
-    """The page is in a frame, because a window cannot be narrow enough. All folded parts are open."""
+    """The page is in a narrow frame, because a browser's window cannot be so narrow. All folded parts are
+    open."""
     text = re.sub(r"<meta http-equiv[^>]*>", "", shown).replace("<details>", "<details open>")
     told = (
         "<script>onload = () => { const page = document.documentElement; parent.document.title = "
@@ -457,8 +465,8 @@ def test_the_page_escapes_hostile_text() -> None:
 
 def test_the_terminal_has_times_ratios_and_reasons_within_its_width(whole: Results) -> None:
     told = printed(whole, "measuring [red]gemm_rope[/red]")
-    # The message is above the table, which may be longer than the screen. The message is not parsed as
-    # markup.
+    # The message comes before the table, because a long table would push it off the screen. The message's
+    # brackets are not parsed as markup.
     assert told.startswith("measuring [red]gemm_rope[/red]\n")
     assert f"\n2 {comparison.FLASHINFER_REASON}" in told and "hidden size 8192 | <none>" in told
     assert "1.12†‡" in told and "…" not in told.split("swiglu_bwd")[1].split("\n")[0]

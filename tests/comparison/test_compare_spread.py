@@ -1,4 +1,5 @@
-"""Tests of a comparison on several GPUs: one GPU per row, lost GPUs, and rows that start again elsewhere.
+"""Tests of a comparison on several GPUs: each row is measured on one GPU, and starts again on another GPU if
+its GPU is lost.
 
 The GPUs are fake, as in test_compare.py. The slots are threads of this process.
 """
@@ -34,7 +35,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 @pytest.fixture
 def slots(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeSlot, FakeSlot]:
-    """Return the slots of two GPUs. Only one GPU works at a time, because both share one fake machine."""
+    """Return the slots of two GPUs. Only one GPU works at a time, because both GPUs share one fake
+    machine."""
     turn = threading.Lock()
 
     def act(task: Task, argument: Any, progress: Progress) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def pool(*slots: FakeSlot) -> Pool:
 
 
 def by_row(results: Results) -> dict[str, set[str]]:
-    """Return the GPUs of each operator's sessions."""
+    """Return, for each operator, the GPUs on which its sessions were measured."""
     found: dict[str, set[str]] = {}
     for session in results.sessions:
         found.setdefault(session.operator, set()).add(session.conditions[spread.UUID])
@@ -77,7 +79,8 @@ def test_a_lost_gpu_s_row_begins_anew_on_another(gpu: Machine, slots: tuple[Fake
             nonlocal stages
             progress(gate, words)
             stages += gate == STAGE
-            if stages == 3:  # after the ceilings, the row's definition, and its first session
+            # the three reports follow the ceilings, the row's definition, and the row's first session
+            if stages == 3:
                 first.lost = True
                 raise SlotLost("its node has gone")
 

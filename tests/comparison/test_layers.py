@@ -1,5 +1,5 @@
-"""Tests of the fused layer against the plain layer: outputs, all gradients, two layers in sequence, and
-errors that must be found."""
+"""Tests of the fused layer against the plain layer: outputs, all gradients, and two layers in sequence.
+Planted errors must be found."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
 FEWER = Shape(heads=4, head_width=16, ffn=40, sequences=2, length=24, groups=2)
 NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}
-WORSE = 1.5  # an error above this multiple of the plain bf16 layer's error is a mistake
+WORSE = 1.5  # an error above 1.5 times the plain bf16 layer's error is a mistake
 
 
 KINDS: dict[str, Callable[[Shape, Weights, Tensor], Layer[Any, Any]]] = {
@@ -53,8 +53,8 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def ratios(shape: Shape, drawn: Drawn, weights: Weights, next_norm: Tensor, kind: str) -> dict[str, float]:
-    """Return the error of each result of a fused layer with these weights, divided by the error of the same
-    result of the plain bf16 layer."""
+    """Return, for each result, the error of a fused layer with these weights, divided by the error of the
+    plain bf16 layer."""
     exact = truth(shape, drawn)
     plain = relative(results(Plain(shape, drawn.weights, drawn.next_norm), drawn), exact)
     found = relative(results(KINDS[kind](shape, weights, next_norm), drawn), exact)
@@ -86,7 +86,8 @@ def test_a_wrong_weight_of_a_norm_is_caught(norm: str, seen: set[str], kind: str
     next_norm = wrong.pop("next_norm")
     found = ratios(SMALL, drawn, Weights(**wrong), next_norm, kind)
     assert seen <= {name for name, ratio in found.items() if ratio > WORSE}, found
-    if norm == "next_norm":  # the gradient of next_norm belongs to the next layer
+    # only ``normed`` is wrong, because the gradient of next_norm belongs to the next layer
+    if norm == "next_norm":
         assert {name for name, ratio in found.items() if ratio > WORSE} == seen
 
 
@@ -101,7 +102,8 @@ def test_a_gradient_that_is_a_fiftieth_off_is_caught(field: str) -> None:
 
 
 def chained(one: Layer[Any, Any], two: Layer[Any, Any], drawn: Drawn, last: Tensor) -> dict[str, Tensor]:
-    """Run two layers and the last norm. Return the norm's output, and all gradients of a loss on it."""
+    """Run two layers and the last norm. Return the norm's output, and all gradients of a loss on this
+    output."""
     between, first = one.train(one.start(drawn.x))
     after, second = two.train(between)
     outputs = two.outputs(after)
@@ -176,7 +178,7 @@ def test_the_truth_is_the_layer_that_the_formulas_say(shape: Shape) -> None:
 def test_a_session_runs_of_every_variant_what_it_will_time_and_no_more(
     backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a session of the forward trained a layer, each compiler would compile and tune a backward for
+    """A session of the forward trains no layer; otherwise each compiler would compile and tune a backward for
     nothing."""
     drawn, trained = draw(SMALL, 13, "cpu"), list[Tensor]()
     monkeypatch.setattr("coda_agent.comparison.layers.shape.draw", lambda shape, seed: drawn)
@@ -197,7 +199,8 @@ def test_a_session_runs_of_every_variant_what_it_will_time_and_no_more(
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace CUDA's functions, the timing (no samples), the compiler (does nothing) and the drawn inputs."""
+    """Replace CUDA's functions. The timing returns no samples, the compiler returns its function unchanged,
+    and every session draws the same inputs on the CPU."""
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated"):
@@ -244,20 +247,21 @@ def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_variants_yardstick_is_what_the_eager_layer_loses() -> None:
-    """If a variant's error in yardsticks is below 1, the variant is nearer to the truth than eager
-    PyTorch."""
+    """A layer's yardstick is the error of eager PyTorch. So a variant whose error is below 1 yardstick is
+    nearer to the truth than eager PyTorch."""
     stage = _Stage(LayerArms(SMALL, (EAGER, FUSED), (), 12, backward=True))
     usual, found = stage.enter(EAGER).losses, stage.enter(FUSED).losses
     by_hand = {name: told["relative"] / usual[name]["relative"] for name, told in found.items()}
     assert {name: told["yardsticks"] for name, told in found.items()} == pytest.approx(by_hand)
-    assert min(by_hand.values()) < 0.9  # so this test would find an inverted ratio
+    assert min(by_hand.values()) < 0.9  # an inverted ratio would be above 1
 
 
 # PyTorch in place of Liger's operators ------------------------------------------------------------
 
 
 class Played:
-    """Stands in for the functions of ``liger_kernel.ops`` that a layer calls. ``eps``: each norm's eps."""
+    """Stands in for the functions of ``liger_kernel.ops`` that a layer calls. ``eps`` records the eps of each
+    call of a norm."""
 
     def __init__(self) -> None:
         self.eps: list[float] = []
@@ -315,7 +319,8 @@ def test_a_layer_of_ligers_operators_is_the_layer_by_as_many_products_as_its_nam
 def test_the_least_time_is_that_of_the_products_which_the_plain_layer_makes(
     shape: Shape, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch counts the products. Attention's products are the batched ones; causal masks remove half."""
+    """PyTorch counts the operations of the plain layer's products. The batched products are attention's; half
+    of their operations do not count, because of the causal mask."""
     monkeypatch.setitem(WIDTHS, "1B", shape)
     drawn = draw(shape, 14, "cpu")
     layer = Plain(shape, drawn.weights, drawn.next_norm)

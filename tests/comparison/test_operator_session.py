@@ -1,4 +1,5 @@
-"""Tests of a session of an operator's arms: inputs, truth, losses, a cold L2, and the keys of kernels.
+"""Tests of a session that measures the arms of one operator: inputs, truth, losses, a cold L2, and the keys
+of kernels.
 
 PyTorch on a CPU stands in for the GPU and its kernels. Specs, inputs, truth and losses are real.
 """
@@ -59,8 +60,8 @@ def as_it_is(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class Interpreted:
-    """Stands in for a model's kernel and for the kernel's plan, and interprets the program. ``change``
-    changes the outputs. ``seen`` has the inputs of each call."""
+    """Stands in for a model's kernel and for the kernel's plan. It interprets the program, and ``change``
+    modifies the outputs. ``seen`` has the inputs of each call."""
 
     program: Program
     change: Change = as_it_is
@@ -81,7 +82,7 @@ class Interpreted:
 
 @pytest.fixture(autouse=True)
 def l2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return fake properties of a GPU. Its L2 has no bytes, unless a test sets another size."""
+    """Return fake properties of a GPU. The L2 cache has no bytes, unless a test sets another size."""
     found = SimpleNamespace(L2_cache_size=0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
@@ -100,8 +101,8 @@ class Clock(SimulatedClock):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
-    """Replace the GPU's events by a simulated clock, and the other CUDA functions that a session calls.
-    Return the clock."""
+    """Replace the GPU's events by a simulated clock, and replace the other CUDA functions that a session
+    calls. Return the clock."""
     found = Clock()
     monkeypatch.setattr(timing, "CudaClock", lambda: found)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
@@ -146,8 +147,8 @@ def test_every_arm_is_timed_on_all_sets_in_turn() -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> None:
-    """An arm's result must not depend on earlier calls. Otherwise an input that kernels update in place would
-    hold the sum of all calls."""
+    """A kernel may update an input in place, so each arm gets its own copy of such an input. Without copies,
+    the input would hold the sum of all arms' calls."""
     asked, _ = seats(name)
     stage = _Operator(asked)
     before = [{n: t.clone() for n, t in inputs.items()} for inputs in stage.sets]
@@ -156,8 +157,10 @@ def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> 
         entrant.call()
         assert entrant.losses.keys() == asked.spec.outputs.keys()
         for found in entrant.losses.values():
-            assert found["relative"] < 0.01  # eager PyTorch: 0.006 in one of 150 draws of 384 values
-            assert arm == EAGER or found["yardsticks"] < 1.5  # only eager PyTorch rounds intermediates
+            # in one of 150 draws, each of 384 values, eager PyTorch's error was 0.006
+            assert found["relative"] < 0.01
+            # eager PyTorch's error is larger, because eager PyTorch also rounds intermediates
+            assert arm == EAGER or found["yardsticks"] < 1.5
         stage.again(arm, 1)()
     for inputs, drawn in zip(stage.sets, before, strict=True):
         assert all(torch.equal(inputs[n], t) for n, t in drawn.items())
@@ -172,8 +175,8 @@ def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> 
 
 @pytest.mark.usefixtures("clock")
 def test_an_arm_tells_how_far_each_output_is_from_the_truth() -> None:
-    """Both figures are computed by hand: the error's RMS divided by the truth's RMS, and divided by the RMS
-    of the yardstick's error."""
+    """The test computes both figures of an output by hand. "relative" is the error's RMS divided by the
+    truth's RMS. "yardsticks" is the error's RMS divided by the RMS of the yardstick's error."""
 
     def off(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return outputs | {"act": outputs["act"] * 1.09}
@@ -205,7 +208,8 @@ def beyond(outputs: dict[str, Tensor], value: float) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_output_that_is_not_finite_is_no_perfect_one(value: float) -> None:
-    """This holds for every arm. Here the arm is a model's kernel that leaves a part of one row unwritten."""
+    """Every arm with a NaN or infinite output fails. In this test, a model's kernel leaves a part of one row
+    unwritten."""
     found = measure_operator(
         seats("gemm_swiglu", REFERENCE_ARM, EAGER, PROGRAM, change=lambda o: beyond(o, value))[0]
     )
@@ -257,7 +261,8 @@ def test_a_session_is_timed_cold(clock: SimulatedClock) -> None:
 def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An arm's schedules may be known at these sizes from a report, or from the cache on disk."""
+    """An arm whose schedules are already known at these sizes is not tuned. They may be known from a report,
+    or from the cache on disk."""
     spec, base, sizes = load(SPECS / "gemm_swiglu.yaml", check=False), accepted(), SIZES["gemm_swiglu"]
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -280,7 +285,8 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     new = OperatorArms(spec, sizes, (REFERENCE_ARM, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS), both, 12)
     assert tuned(new) == [PROGRAM, EDITED, *LIBRARY_ARMS]
     kept(both[PROGRAM], OTHER)
-    kept(both[EDITED], OTHER)  # a schedule on which the edited text was not checked
+    # this schedule does not count, because the edited text was not checked on it
+    kept(both[EDITED], OTHER)
     there = quack._stages(
         spec, coda_agent.verifier.numerics.inputs.draw(spec, sizes, 0, device="cuda"), sizes, ""
     )
@@ -329,7 +335,7 @@ def test_a_kernel_is_known_by_its_text_and_its_schedules() -> None:
 
 
 def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The schedules stay the same; only the text changes."""
+    """Only the text of the kernel changes; its schedules stay the same."""
     chosen = rows.choose_rows(("gemm_swiglu",), ("1B",), everything=False, quick=False)
     usual = kernels.by_arm
 

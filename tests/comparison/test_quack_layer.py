@@ -1,4 +1,5 @@
-"""Tests of the layer with QuACK's functions on the CPU. Autograd is QuACK's; PyTorch replaces the kernels."""
+"""Tests of the layer with QuACK's functions, on the CPU. QuACK's autograd functions are real; PyTorch
+replaces the kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ from coda_agent.comparison.rows import LayerRow, OperatorRow
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 GROUPED = Shape(heads=4, head_width=16, ffn=40, sequences=2, length=24, groups=2)
 NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}
-WORSE = 1.5  # an error above this multiple of the plain bf16 layer's error is a mistake
+WORSE = 1.5  # an error above 1.5 times the plain bf16 layer's error is a mistake
 
 
 class Kernels:
-    """PyTorch in place of QuACK's kernels. ``eps``: each norm's eps. ``products``: each product's shape."""
+    """PyTorch in place of QuACK's kernels. ``eps`` records the eps of each norm in the forward, and
+    ``products`` the shape of each product."""
 
     def __init__(self) -> None:
         self.eps: list[float] = []
@@ -126,7 +128,8 @@ def test_it_is_the_layer_forward_and_backward(shape: Shape, kernels: Kernels) ->
     d, f, wide, rows = shape.width, shape.ffn, sum(shape.projections), shape.tokens
     forward = [(rows, d, wide), (rows, d, d), (rows, d, 2 * f), (rows, f, d)]
     assert kernels.products[:4] == forward
-    backward = [p for m, k, n in forward for p in ((m, n, k), (n, m, k))]  # for input and weight gradients
+    # the gradients of the input and of the weight
+    backward = [p for m, k, n in forward for p in ((m, n, k), (n, m, k))]
     assert sorted(kernels.products[4:]) == sorted(backward)
 
 

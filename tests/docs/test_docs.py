@@ -1,4 +1,5 @@
-"""Tests of the documentation: every block of code runs or states its needs, and every link has a target."""
+"""Tests of the documentation: every block of code runs, unless the block states what it needs, and every link
+has a target."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ from coda_agent.verifier.proposals import proposal
 
 pytestmark = pytest.mark.slow
 
-GENERATED = {"layer_backward.md"}  # written by benchmarks.layer_profile; its blocks are names of kernels
+# benchmarks.layer_profile writes this page; its blocks of code are names of kernels
+GENERATED = {"layer_backward.md"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#[^)]*)?\)")
 PATH = re.compile(
     r"`((?:agent|benchmarks|comparison|docs|generated_kernels|primitives|specs|tests|verifier)/[^`\s]*)`"
 )
-PLAIN = re.compile(r"coda-agent ([\w ./-]+?)(?: > ([\w.]+))?")  # a command without other shell syntax
+# one command without shell syntax, except that its output may go to a file
+PLAIN = re.compile(r"coda-agent ([\w ./-]+?)(?: > ([\w.]+))?")
 MADE = {"contributing.md", "commands.md"}  # pages that docs/pages.py generates
 
 
@@ -54,8 +57,8 @@ def blocks(language: str) -> list[object]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change to a folder with the checkout's specs and kernels, and put the command on the PATH. Return the
-    folder."""
+    """Change to a new folder with the checkout's specs and kernels, and put ``coda-agent`` on the PATH.
+    Return the folder."""
     for name in ("specs", "generated_kernels"):
         (tmp_path / name).symlink_to(ROOT / name)
     command = tmp_path / "bin" / "coda-agent"
@@ -83,11 +86,13 @@ def test_every_block_has_a_language() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_commands_run(here: Path, no_keys: None, command: Command, block: str) -> None:
-    """A block that has only commands, and files for their output, runs in this process, which has already
-    imported PyTorch and has a compiler. Any other block runs in a shell."""
+    """If a block has only ``coda-agent`` commands, perhaps with output to a file, the block runs in this
+    process. This saves time, because this process has already imported PyTorch and has a compiler. Any other
+    block runs in a shell."""
     made = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("make ")]
     continuous = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert set(made) <= {*continuous, "make test-gpu"}  # CI runs the make commands
+    # make commands are not run here, because CI runs all of them except ``make test-gpu``
+    assert set(made) <= {*continuous, "make test-gpu"}
     rest = [line for line in block.splitlines() if not line.startswith("make ")]
     plain = [PLAIN.fullmatch(line) for line in rest]
     if not all(plain):
@@ -100,8 +105,8 @@ def test_commands_run(here: Path, no_keys: None, command: Command, block: str) -
 
 
 def test_python_runs(here: Path) -> None:
-    """All blocks run in one process, because each process would import PyTorch. A block does not see the
-    names of earlier blocks."""
+    """Kernel files are only traced. All other blocks run in one process, because a process for each block
+    would have to import PyTorch. A block does not see the names of earlier blocks."""
     alone = dict[str, str]()
     for name, block in (each for page in PAGES for each in blocks_of(page, "python")):
         if "from primitives" in block:

@@ -68,7 +68,7 @@ def test_every_part_of_a_layer_runs_fused(family: str, stack: bool, where: Where
     before = {"Qwen2": "attention_in_bias", "Qwen3": "attention_in"}.get(family, "attention_in_rotated")
     after = f"block_{activation}"
     assert forward == [before, after + "_next_norm" * stack, before, after, "summed_loss"]
-    # only the loss has no backward: it computes its gradients in the forward
+    # every operator has a backward, except the loss, which computes its gradients in the forward
     assert len(ran) == 2 * len(forward) - 1
     said = {row.part: row.runs for row in table}
     assert said["norm, MLP, residual"] == said["norm, queries, keys, values"] == "fused"
@@ -92,7 +92,7 @@ def test_a_norm_of_heads_runs_its_hooks(register: str) -> None:
 def test_generate_gives_the_same_tokens(family: str, stack: bool) -> None:
     model = small_models.model(family).eval()
     mask = torch.ones(2, 9, dtype=torch.int64)
-    mask[1, :4] = 0  # the second prompt is shorter
+    mask[1, :4] = 0  # the second prompt is shorter than the first
     how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     usual = model.generate(tokens(2, 9), **how)
     fused.patch(model, stack=stack)
@@ -128,7 +128,7 @@ def test_reordered_weights_may_be_kept_between_calls_without_gradients(
         return second
 
     plain = logits(False)
-    assert len(made) == 4  # two layers, two calls
+    assert len(made) == 4  # two layers, each run in two calls
     assert torch.equal(logits(True), plain) and len(made) == 6
     mlp, attention = model.model.layers[0].mlp, model.model.layers[1].self_attn
     for weight in (mlp.up_proj.weight, attention.k_proj.weight):
@@ -227,7 +227,8 @@ def test_frozen_weights_have_no_gradient_and_no_product(stack: bool) -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["patched first", "adapted first"])
 def test_lora_adapters_stand_beside(first: bool) -> None:
-    import peft  # imported here, because a machine with a GPU may lack peft
+    # imported inside this test, because a machine with a GPU may lack peft
+    import peft
 
     model = small_models.model("Llama")
     how = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -283,7 +284,7 @@ def test_the_models_own_checkpointing_gives_the_same_gradients(stack: bool, wher
     ran = own_operators(lambda: trained(model, tokens(), use_cache=False))
     again = trained(model, tokens(), use_cache=False)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
-    assert ran.count("block_swiglu") == 4  # the backward runs each layer once more
+    assert ran.count("block_swiglu") == 4  # two layers; the backward runs the forward of each layer again
 
 
 # Bad input

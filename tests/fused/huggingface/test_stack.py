@@ -1,4 +1,5 @@
-"""Tests of whole-stack mode: a layer begins the next layer's norm, unless something in between forbids it."""
+"""Tests of whole-stack mode: a layer computes the first part of the next layer's norm, unless something
+between the two layers prevents this."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ CHANGES: dict[str, Change] = {
 
 
 def beside(changed: Change) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return loss and gradients of a patched model, and of an unpatched model in fp64. The layers of both are
-    changed after the patching."""
+    """Return loss and gradients of a patched model, and the same of an unpatched model in fp64. ``changed``
+    modifies the layers of both models after the patching."""
     model = small_models.model("Llama", num_hidden_layers=3)
     exact = copy.deepcopy(model).double()
     fused.patch(model, stack=True)
