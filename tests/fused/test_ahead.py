@@ -1,5 +1,5 @@
-"""Tests of objects that are built ahead of time: the programs that a patched model calls, and a call that
-loads an object after waiting for the process that compiles the object."""
+"""Tests of objects that are built ahead of time. The tests check which programs a patched model calls, and
+that a call waits while another process compiles its object, and then loads this object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of a projection that returns its parts and the stream: one backward takes the gradients of all."""
+"""Tests of a projection that returns its parts (q, k and v) and the residual stream. One backward program
+takes the gradients of the parts and of the stream."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def given(leaves: dict[str, Tensor], rotates: bool) -> tuple[Any, ...]:
 
 
 def apart(leaves: dict[str, Tensor], rotates: bool) -> list[Tensor]:
-    """Return the projection's parts and the stream."""
+    """Return the projection's parts, and then the stream."""
     parts, stream = functional.before_attention_apart(SIZES, *given(leaves, rotates))
     return [*parts, stream]
 
@@ -117,6 +118,6 @@ def test_sums_that_a_gradient_carries_replace_the_derived_pass(monkeypatch: pyte
     with monkeypatch.context() as derived:
         derived.setattr(link, "by_hand", {})
         usual = run()
-    monkeypatch.setattr(link, "_head", None)  # the derived pass cannot run
+    monkeypatch.setattr(link, "_head", None)  # calling the derived program would raise an error
     for name, each in run().items():
         assert loss_of(each, usual[name]) < 1e-6, name

@@ -1,4 +1,4 @@
-"""Test of the examples, at a tiny size."""
+"""Test of the programs in examples/, with a tiny model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the parts of a layer: results and all gradients against fp64, and their use with PyTorch's
-features, such as compilation and checkpointing."""
+"""Tests of the functions for the parts of a layer. The tests compare results and all gradients with fp64,
+and use the functions with PyTorch's features, such as compilation and checkpointing."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_loss_does_its_rows_in_parts(monkeypatch: pytest.MonkeyPatch, where: W
 def test_a_summed_loss_does_its_rows_in_parts(
     monkeypatch: pytest.MonkeyPatch, where: Where, scale: float
 ) -> None:
-    """With scale 60, logits reach 200 and some exponentials overflow. Then all products run again."""
+    """With scale 60, logits reach 200, and some exponentials overflow. So all products run a second time."""
     given = PARTS["summed loss"].drawn(30, where.dtype, where.device)
     given["w"].data *= scale
     monkeypatch.setattr(loss, "ROWS", 8)
@@ -140,7 +140,7 @@ def test_a_summed_loss_does_its_rows_in_parts(
 
 
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that receives the names of the summed loss's products when they are enqueued."""
+    """Return a list. Whenever the summed loss enqueues a product, the name of the product is appended."""
     happened = list[str]()
     for op in LOSS_OPS:
 
@@ -230,7 +230,7 @@ def test_a_mode_sees_the_operators_and_changes_no_gradient(name: str, where: Whe
 
 
 class Subclass(Tensor):
-    """A tensor that behaves like a plain one."""
+    """A subclass of Tensor that changes nothing."""
 
 
 @pytest.mark.parametrize("name", ["mlp swiglu", "before attention, rotated"])
@@ -315,7 +315,7 @@ def test_opcheck_passes_with_gradients(name: str, where: Where, monkeypatch: pyt
             return own(*arguments)
 
         monkeypatch.setattr(link, "op", note)
-    with Observed():  # without a mode, the call bypasses the operator
+    with Observed():  # if no dispatch mode is active, the call bypasses the operator
         PARTS[name].ours(**given)
     assert seen
     for op, arguments in seen:
@@ -336,7 +336,7 @@ def test_it_compiles_whole_for_any_rows(name: str, backend: str, where: Where) -
         found, plain = gradients(compiled, given), gradients(PARTS[name].ours, given)
         for each in plain:
             assert loss_of(found[each], plain[each]) < where.close, (rows, each)
-    assert 0 < counted.graphs <= 2  # one graph for the first number of rows, one for any number
+    assert 0 < counted.graphs <= 2  # one graph for the first number of rows, one for any other number
 
 
 @pytest.mark.parametrize("name", SOME)

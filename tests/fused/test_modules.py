@@ -1,4 +1,5 @@
-"""Tests of the modules for plain PyTorch, against Hugging Face's Llama with the same checkpoint."""
+"""Tests of the modules for plain PyTorch models. A Llama made of these modules loads the weights of Hugging
+Face's Llama, and must compute the same results."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class PlainModel(nn.Module):
     def __init__(self, rotary: Any):
         super().__init__()
         self.model: Any = nn.Module()
-        self.rotary = [rotary]  # in a list, so that it is no submodule
+        self.rotary = [rotary]  # in a list, so that PyTorch does not register it as a submodule
         self.model.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
         layers = (modules.DecoderLayer(WIDTH, HIDDEN, HEADS, KV_HEADS, eps=EPS) for _ in range(2))
         self.model.layers = nn.ModuleList(layers)

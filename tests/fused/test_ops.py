@@ -26,8 +26,8 @@ def on_gpu(spec: Spec) -> dict[str, int]:
 
 
 def drawn(name: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
-    """Return an operator and its arguments by name, in the operator's order, at small sizes. On a GPU, the
-    kernel can be launched at these sizes."""
+    """Return the operator of the kernel ``name``, and a dict with the operator's arguments in their order.
+    The sizes are small; if ``device`` is cuda, the kernel can be launched at these sizes."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     sizes, inputs = trial(spec)
     if device == "cuda":
@@ -58,7 +58,7 @@ def test_an_operator_takes_and_gives_what_its_spec_says_in_order(name: str) -> N
 def test_opcheck_passes(name: str, where: Where) -> None:
     op, inputs = drawn(name, where.device)
     utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if "fp8" in name:  # test_schema multiplies inputs to compare them, which a CPU cannot do in fp8
+    if "fp8" in name:  # test_schema multiplies its inputs, and a CPU cannot multiply fp8
         utils.remove("test_schema")
     done = torch.library.opcheck(op, tuple(inputs.values()), test_utils=utils)
     assert done == dict.fromkeys(utils, "SUCCESS")
@@ -138,7 +138,7 @@ def test_an_operator_is_compiled_whole_for_any_rows() -> None:
         given = swiglu(torch.bfloat16, rows)
         for mine, plain in zip(called(*given), torch.ops.coda_agent.gemm_rmsnorm_swiglu(*given), strict=True):
             assert torch.equal(mine, plain)
-    assert len(graphs) <= 2  # one for the first number of rows, one for any number
+    assert len(graphs) <= 2  # one graph for the first number of rows, one for any other number
 
 
 def test_dims_that_follow_from_no_shape_are_integers_and_graphs_take_any_rows() -> None:

@@ -1,4 +1,5 @@
-"""Tests of reordered weights: the pass on a GPU equals autograd, and a step may keep reordered weights."""
+"""Tests of reordered weights. The backward that a GPU uses returns the gradients of autograd, and a training
+step may keep the reordered weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[int]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_pass_of_a_gpu_equals_autograd(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Rows and gradients are exact copies. Both must be contiguous, so that autograd does not copy them."""
+    """The reordered weight and the gradients equal, bit for bit, those that the CPU's code computes. The
+    weight and the gradients must be contiguous, because autograd would copy strided gradients."""
     function, rows = CASES[name]
     torch.manual_seed(0)
     parts = [torch.randn(each, 16).requires_grad_() for each in rows]
@@ -47,8 +49,8 @@ def test_the_pass_of_a_gpu_equals_autograd(monkeypatch: pytest.MonkeyPatch, name
 def test_a_step_may_keep_reordered_weights_for_its_backward(
     monkeypatch: pytest.MonkeyPatch, keeps: bool, recomputes: bool, times: int
 ) -> None:
-    """Two layers have two reordered weights each. With checkpointing, ``keeps`` has no effect: weights are
-    reordered in the forward, in its repetition, and in the backward."""
+    """Each of the two layers has two reordered weights. With checkpointing, ``keeps`` has no effect: weights
+    are reordered in the forward, in the repeated forward, and in the backward."""
     model, made = small_models.model("Llama"), list[str]()
     fused.patch(model)
     plain = trained(model, tokens(), use_cache=False)

@@ -1,4 +1,5 @@
-"""Tests of the schedules for any sizes (from a report, from near sizes, from a tuned table) and of plans."""
+"""Tests of choosing schedules for given sizes, and of reusing plans. A schedule comes from a report, from a
+tuned table, or from the nearest sizes that have one."""
 
 from __future__ import annotations
 

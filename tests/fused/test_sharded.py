@@ -1,7 +1,7 @@
 """Tests of FSDP2 on two gloo processes: a patched model trains, saves and loads like an unpatched model on
 one process.
 
-Run as a script, this file forks into both processes, so that modules are imported only once.
+The test runs this file as a script. The script imports modules once, and then forks into the two processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from coda_agent import fused
 
 WORLD, STEPS = 2, 3
-dist: Any = torch.distributed  # Any, because mypy finds almost no exports in this module
+dist: Any = torch.distributed  # Any, because mypy finds almost no exports in torch.distributed
 dcp: Any = torch.distributed.checkpoint
 fully_shard: Any = torch.distributed.fsdp.fully_shard
 LAYERS = ["attention_in_rotated", "block_swiglu"] * 2 + ["summed_loss"]
@@ -60,7 +60,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int, ranks: range
 
 
 def work(rank: int, folder: Path, patched_first: bool) -> None:
-    """Do the part of one process: train, save, load into a new model, compare."""
+    """Run the checks of one process: train a model, save it, load it into a new model, compare the two."""
     model = sharded(patched_first)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(STEPS):
@@ -112,7 +112,7 @@ def both(folder: Path) -> None:
     rank = 0 if child else 1
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
-    # FSDP2 warns about a module that returns a view
+    # if a module returns a view, FSDP2 warns, and this line turns the warning into an error
     warnings.filterwarnings("error", message="FSDP2-wrapped module")
     for patched_first in (True, False):
         work(rank, folder / str(patched_first), patched_first)

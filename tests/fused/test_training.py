@@ -18,7 +18,9 @@ from coda_agent import fused
 
 pytestmark = pytest.mark.slow
 STEPS = 100
-FARTHER = 1.5  # limit on a parameter's distance from fp32 training, over the unpatched model's distance
+# After training in bf16, a parameter differs from the parameter of an fp32 model. In the patched model, this
+# difference may be at most FARTHER times as large as in the unpatched model.
+FARTHER = 1.5
 TEXT = "a quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 4
 
 
@@ -107,8 +109,8 @@ def test_gradients_of_fp32_weights_accumulate_under_autocast() -> None:
 
 @pytest.mark.parametrize("stack", [False, True])
 def test_a_model_compiles_whole_for_any_length(stack: bool, where: Where) -> None:
-    """Inductor is the backend only on a GPU. On a CPU its C++ takes half a minute, and test_functional covers
-    Inductor there."""
+    """On a CPU the backend is not Inductor, because compiling Inductor's C++ takes half a minute.
+    test_functional covers Inductor on a CPU."""
     backend = "aot_eager" if where is CPU else "inductor"
     model = small_models.model("Llama", where.dtype, device=where.device, num_hidden_layers=1 + stack)
     plain = copy.deepcopy(model)
@@ -120,7 +122,7 @@ def test_a_model_compiles_whole_for_any_length(stack: bool, where: Where) -> Non
         ids = tokens(2, length)
         found, usual = (trained(each, ids, use_cache=False) for each in (model, plain))
         assert max(loss_of(found[name], usual[name]) for name in usual) < 10 * where.close
-    assert counted.graphs == 2  # one for the first length, one for any length
+    assert counted.graphs == 2  # one graph for the first length, one for any other length
 
 
 def test_a_compiled_model_follows_patch_and_unpatch() -> None:

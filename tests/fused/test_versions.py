@@ -17,7 +17,8 @@ from coda_agent.fused import versions
 from coda_agent.fused.versions import PROVED, UnprovedVersion
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-# A script that blocks imports of the agent and of its packages, and forbids network connections.
+# This script uses ``fused``, while imports of the agent and of the packages that only the agent needs are
+# blocked. The script also forbids network connections.
 LIGHT = """
 import sys
 

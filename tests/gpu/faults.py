@@ -1,4 +1,4 @@
-"""Tasks with the faults that a wrong kernel can cause on a GPU."""
+"""Tasks for a worker. Each task causes one fault that a wrong kernel can cause on a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def assertion(_: object) -> dict[str, Any]:
 
 
 def one_too_far(_: object) -> dict[str, Any]:
-    """Write right behind the end of a tensor. The address is inside PyTorch's cache and the GPU's memory."""
+    """Write directly behind the end of a tensor. The address belongs to memory that PyTorch has allocated, so
+    the GPU raises no error."""
     _astray[(1,)](torch.zeros(128, device="cuda"), 128)
     torch.cuda.synchronize()
     return {}

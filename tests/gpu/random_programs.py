@@ -1,5 +1,5 @@
 """A task for ``primitives.system.workers``: compile one random program, run it on the GPU, and compare its
-outputs.
+outputs with the interpreter's.
 
 Each case has its own process, so that a kernel that hangs or faults ends only its own case.
 """
@@ -32,7 +32,7 @@ from coda_agent.primitives.runtime.tune import refusals
 from coda_agent.verifier.gpu.guards import POISONS, Guarded, untouched
 
 DEVICE = "cuda"
-POISON = POISONS[0]  # the value of every byte: floats are NaN, integers -1
+POISON = POISONS[0]  # the value of every poisoned byte; a poisoned float is NaN, an integer is -1
 ERRORS: tuple[type[Exception], ...] = (
     ArithmeticError,
     AttributeError,
@@ -47,9 +47,10 @@ ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23
 
 
 class Limits(NamedTuple):
-    """Limits on an output's error against the interpreter, after the output's rounding is subtracted:
-    ``most`` for the largest error, ``mean`` for the error's root mean square. Both are relative to the
-    output's root mean square."""
+    """Limits on the difference between a kernel's output and the interpreter's output. The difference is
+    first reduced by what rounding may cause. ``most`` limits the largest difference, and ``mean`` the root
+    mean square of all differences. Both limits are relative to the root mean square of the interpreter's
+    output."""
 
     most: float
     mean: float
@@ -60,10 +61,10 @@ EXACT = Limits(1e-4, 1e-5)
 # These limits allow for the hardware's tanh, which has an error of 2**-11. Lowered text uses this tanh only
 # where the result is rounded to bf16.
 COARSE = Limits(8e-3, 2e-3)
-# fp8 products are summed with about 14 bits between promotions to fp32.
+# Between two promotions to fp32, the hardware sums fp8 products with about 14 bits.
 FP8 = Limits(8e-3, 2e-3)
-# A value near the middle between two 16-bit values may be rounded to either. So the values that the next step
-# reads may differ by one ulp of bf16.
+# A value near the middle between two 16-bit values may be rounded to either of the two. So the values that
+# the next step reads may differ by one ulp of bf16.
 CHAINED = Limits(4e-2, 4e-3)
 
 
@@ -84,7 +85,7 @@ def distance(got: torch.Tensor, want: torch.Tensor, allowed: Limits) -> float:
     got, exact = got.double(), want.double()
     scale = max(exact.square().mean().sqrt().item(), 0.05)
     error = (got - exact).abs()
-    rounding = 1.5 * ULP[want.dtype] * exact.abs()  # both are rounded, so a difference of one ulp is no error
+    rounding = 1.5 * ULP[want.dtype] * exact.abs()  # one ulp is no error, because both outputs are rounded
     past = (error - rounding).clamp(min=0)
     most = (past / (allowed.most * scale + 1e-30)).max().item()
     mean = past.square().mean().sqrt().item() / (allowed.mean * scale)
@@ -112,8 +113,8 @@ def case(seed: int) -> Case | None:
 
 
 def run_case(task: tuple[int, str]) -> bool:
-    """Compile and run the program of a seed, and compare its outputs with the interpreter's. Write the
-    findings to a file as JSON, and return whether there was no error."""
+    """Compile and run the program that the task's seed determines, and compare its outputs with the
+    interpreter's. Write the findings to the task's file as JSON. Return True if there was no error."""
     seed, path = task
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     found: dict[str, Any] = {"seed": seed, "error": ""}
@@ -125,13 +126,13 @@ def run_case(task: tuple[int, str]) -> bool:
         found["error"] = traceback.format_exc(limit=-6)[-3000:]
     faulthandler.cancel_dump_traceback_later()
     Path(path).write_text(json.dumps(found), encoding="utf-8")
-    torch.cuda.synchronize()  # raises after a GPU fault, and so ends this process, which cannot recover
+    torch.cuda.synchronize()  # after a GPU fault this raises; the process must end, since it cannot recover
     return not found["error"]
 
 
 def check(chosen: Case) -> dict[str, Any]:
-    """Return the findings for a case. Like the tuner, skip schedules that need more resources than an SM
-    has."""
+    """Return the findings for the first schedules that can be launched: the case's own or a fallback. Like
+    the tuner, skip schedules that need more resources than an SM has."""
     words = []
     for schedules in (chosen.schedules, *fallbacks(chosen)):
         try:
@@ -149,8 +150,8 @@ def check(chosen: Case) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def few_clusters(split: bool) -> Iterator[None]:
-    """If ``split``, pretend that the GPU has 24 SMs. Then outputs of this size need several waves, so that
-    two launches pay off."""
+    """If ``split``, pretend that the GPU has 24 SMs. On 24 SMs the small outputs of a case need several
+    waves, so that a second launch saves time."""
     if not split:
         yield
         return
@@ -204,7 +205,7 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def describe(got: torch.Tensor, want: torch.Tensor) -> str:
-    """Describe the place where an output differs most from the wanted one."""
+    """Describe where the output ``got`` differs most from the expected output ``want``."""
     error = (got.double() - want.double()).abs().nan_to_num(nan=1e30, posinf=1e30)
     at = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
     many = int((error > 0.05 * error.max()).sum())
@@ -220,7 +221,7 @@ def operations(cases: list[Case]) -> set[str]:
 
 
 def account(chosen: Case) -> Mapping[str, Any]:
-    """Return what is needed to reproduce a failure."""
+    """Return the facts that are needed to reproduce a failure of this case."""
     return {
         "seed": chosen.seed,
         "sizes": chosen.sizes,

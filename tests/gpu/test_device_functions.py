@@ -1,4 +1,5 @@
-"""Tests on an H100: an author's device functions run on the points that the check without a GPU uses."""
+"""Tests on an H100: an author's device functions run at the same points at which the check without a GPU
+evaluates these functions."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_good_functions_pass_on_the_gpu(tmp_path: Path) -> None:
     ],
 )
 def test_what_only_a_gpu_tells(tmp_path: Path, reference: str, exact: str) -> None:
-    """The check without a GPU assumes that the library's functions round only once."""
+    """The check without a GPU accepts these functions, because it assumes that each library function rounds
+    only once. The check on a GPU finds their larger errors."""
     made, spec = proposed(tmp_path, reference, domain={"x": (-1024.0, 1024.0)})
     source = f'def softsign(x: Any) -> Any:\n    """Page."""\n    return {exact}\n'
     assert proposal_gates.check(made, spec, source).report.status == "checked"

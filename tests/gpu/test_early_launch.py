@@ -28,14 +28,15 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Calls:
-    """A plan, sets of inputs, and for each set the outputs of an ordinary launch."""
+    """A plan, sets of inputs, and the expected outputs for each set. The expected outputs come from an
+    ordinary launch, in which no finishing kernel starts early."""
 
     plan: Plan
     sets: Sequence[Tensors]
     expected: Sequence[Tensors]
 
     def run(self, outputs: Sequence[Tensors]) -> None:
-        """Call the plan on one set of inputs after another, without waiting."""
+        """Call the plan on one set of inputs after another, without waiting for the GPU."""
         for number, each in enumerate(outputs):
             self.plan.run(self.sets[number % SETS], each)
 
@@ -107,7 +108,8 @@ def test_calls_in_a_row_leave_the_bits_of_an_ordinary_launch(
 
 
 def test_the_next_kernel_on_the_stream_reads_finished_vectors(calls: Calls) -> None:
-    """The copy right after a call is not one of our kernels, but it must read the finished outputs."""
+    """Directly after each call, a PyTorch kernel copies the outputs. This copy must read finished outputs,
+    although it is not one of our kernels."""
     outputs, copies = calls.fresh(CALLS), list[Tensors]()
     for number, each in enumerate(outputs):
         calls.plan.run(calls.sets[number % SETS], each)

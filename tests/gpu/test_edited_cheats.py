@@ -1,4 +1,4 @@
-"""Tests on an H100: each cheat in edited CuTeDSL fails at the gate that it names; the honest text passes."""
+"""Tests on an H100: each cheat in edited CuTeDSL fails at its expected gate; the honest text passes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def ragged(spec: Spec) -> dict[str, int]:
 
 
 def square(spec: Spec) -> dict[str, int]:
-    """Return sizes for operands and outputs of 512 by 512, also if the columns belong to heads."""
+    """Return sizes at which operands and outputs are 512 by 512. If columns belong to heads, there are 8
+    heads of 64 columns."""
     return dict.fromkeys(spec.dims, 512) | ({"H": 8, "P": 32} if "P" in spec.dims else {})
 
 

@@ -1,5 +1,5 @@
-"""Tests of ``fused`` on an H100. Some tests of tests/fused run here again, on the GPU. Other tests need a
-GPU: operators against fp64, generated text, CUDA graphs, streams and threads."""
+"""Tests of ``fused`` on an H100. Some tests of tests/fused run here again, on the GPU. The other tests need a
+GPU: operators against fp64, text that models generate, CUDA graphs, streams and threads."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_training_step_is_captured_after_one_call(family: str) -> None:
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up; the capture then creates the gradients
+    with torch.cuda.stream(side):  # a warm-up; it frees the gradients, so that the capture allocates new ones
         expected = step().clone()
         usual = {n: p.grad.clone() for n, p in model.named_parameters()}
         model.zero_grad(set_to_none=True)

@@ -1,4 +1,5 @@
-"""Tests on an H100 of products with offsets: difficult offsets, wrong offsets, no writes outside outputs."""
+"""Tests on an H100 of products with offsets. The tests try difficult and wrong offsets, and check that no
+kernel writes outside its outputs."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def bounded(offsets: list[int]) -> list[int]:
 
 
 def truthful(inputs: Tensors, offsets: list[int]) -> Tensors:
-    """Return the inputs as a kernel interprets them: offsets and index are clamped to their bounds."""
+    """Clamp the offsets and the index to their bounds, as a kernel does; return all inputs."""
     right = {"offsets": torch.tensor(bounded(offsets), dtype=torch.int32, device="cuda")}
     right |= {name: t.clamp(0, len(inputs["x"]) - 1) for name, t in inputs.items() if name == "index"}
     return inputs | right
@@ -187,7 +188,8 @@ def test_a_gathered_row_is_refused_outside_x_at_first_and_clamped_later() -> Non
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=str)
 def test_a_row_of_nan_reaches_only_those_that_gather_it(schedule: Schedule) -> None:
-    """K is not a multiple of the 64 columns of a tile, so the copy must fill the rest of a row with zeros."""
+    """K is 264, which is not a multiple of the 64 columns of an operand's tile. So the copy that gathers rows
+    must fill the rest of each row's last tile with zeros."""
     inputs, sizes = drawn(PROGRAMS["gathered"], [0, 100, 200, ROWS])
     inputs = truthful(inputs, [0, 100, 200, ROWS])
     inputs["x"][7] = torch.nan

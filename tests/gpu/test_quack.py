@@ -1,7 +1,7 @@
 """Tests on an H100: QuACK's arms compute the outputs of their specs, on fixed and on tuned schedules.
 
-The limits differ from those of our kernels, because the library uses approximate functions where our kernels
-may not. An arm with a correct formula stays within the limits here.
+The limits differ from those of our kernels, because QuACK uses approximate functions where our kernels may
+not. If an arm's formula is correct, its error stays within the limits of this file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coda_agent.verifier.spec.model import Spec
 
 SPECS = ROOT / "specs"
 LIMITS = ErrorLimits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)
-WIDEST = 16384  # larger sizes of a decode case are reduced to this, because its truth needs fp64
+WIDEST = 16384  # larger sizes of a case are reduced to this size, because the truth is computed in fp64
 INEXACT = 2.0**-9  # limit on RMS(error) / RMS(truth) of an output that uses approximate functions
 SCHEDULES = {
     "pingpong": config(128, 128, True),
@@ -55,8 +55,8 @@ def poisoned(stages):
 
 
 def admitted(stages):
-    """Return the schedules that the stages admit. QuACK can swap the operands only if the epilogue neither
-    pairs columns nor reduces."""
+    """Return the schedules on which the stages can run. QuACK can swap the operands only if no epilogue pairs
+    columns or reduces."""
     swaps = not any(s.paired or s.mod.sinks for s in stages)
     return {label: c for label, c in SCHEDULES.items() if swaps or not c.swap_ab}
 
@@ -69,7 +69,7 @@ def test_an_arm_computes_the_outputs_of_its_spec(name, case, family):
     sizes = {dim: min(size, WIDEST) for dim, size in spec.case(case).sizes.items()}
     inputs = draw(spec, sizes, 1, device="cuda", family=family)
     for chosen in admitted(quack_library(name, inputs, sizes, spec.constants)).values():
-        # new stages, since one adds to its output
+        # new stages for each schedule, because a stage may add to its output
         stages = quack_library(name, inputs, sizes, spec.constants)
         poisoned(stages)
         judge(spec, chained([s.prepare(chosen) for s in stages])(), inputs, sizes)
@@ -99,7 +99,7 @@ def test_a_search_finds_a_schedule_that_is_right(name, arm, tmp_path, monkeypatc
     written = os.stat(kept).st_mtime_ns
     (call,), told = tuned_calls(arm, spec, [inputs], sizes)
     judge(spec, call(), inputs, sizes)
-    assert os.stat(kept).st_mtime_ns == written  # read from the cache, not searched again
+    assert os.stat(kept).st_mtime_ns == written  # the second call read the file and did not search again
     assert told == finalists and all(finalists)
 
 
@@ -143,7 +143,7 @@ def test_the_bare_matmuls_are_those_of_the_formulation(name, tmp_path, monkeypat
 
 
 def test_a_call_that_finishes_reductions_is_captured_in_a_cuda_graph():
-    """Such a call must not wait for the host, and must not compile again."""
+    """A captured call must neither wait for the host nor compile."""
     for name in (
         "gemm_partial_cross_entropy",
         "gemm_residual_rmsnorm_gemm",

@@ -31,7 +31,7 @@ def test_an_operators_arms_sit_together() -> None:
     assert not found["failed"] and set(found["arms"]) == set(request.arms)
     for name, arm in found["arms"].items():
         assert len(arm["milliseconds"]) == 12 and all(map(math.isfinite, arm["milliseconds"]))
-        most = 1.3 if name in (OWN_TUNER, PROGRAM) else 3.0  # unfused arms also round before silu
+        most = 1.3 if name in (OWN_TUNER, PROGRAM) else 3.0  # unfused arms also round the input of silu
         assert all(0.5 < loss["yardsticks"] < most for loss in arm["losses"].values()), (name, arm["losses"])
     outputs = 128 * 3 * 11008 * 2
     assert outputs <= found["arms"][PROGRAM]["bytes"] < found["arms"][EAGER]["bytes"]

@@ -1,5 +1,6 @@
-"""Tests of norms and rotation of packed heads. The PyTorch implementation is compared with Hugging Face's
-modules. The Triton kernels, interpreted, are compared with autograd of the PyTorch implementation."""
+"""Tests of the norms and the rotation of packed heads. One test compares the PyTorch implementation with
+Hugging Face's modules. The other test runs the Triton kernels in Triton's interpreter, and compares their
+results and gradients with those of the PyTorch implementation."""
 
 from __future__ import annotations
 
@@ -48,13 +49,14 @@ def test_equals_hugging_face(normed):
 
 @pytest.mark.slow
 def test_one_pass_equals_pytorch():
-    """The test needs a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
+    """This file runs in a new process, because Triton reads TRITON_INTERPRET when a kernel is decorated."""
     told = {**environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, str(HERE)], env=told, check=True, timeout=300)
 
 
 def compare(shape: tuple[int, ...], normed: bool, each_own: bool) -> None:
-    """Compare the Triton kernels with autograd. ``each_own``: every sequence has its own angles."""
+    """Compare the Triton kernels with PyTorch and its autograd. ``each_own``: every sequence has its own
+    angles."""
     packed, cos, sin, gammas = drawn(shape, torch.bfloat16)
     if each_own:
         cos, sin = (t.repeat(shape[0], 1, 1) + torch.arange(shape[0])[:, None, None] / 8 for t in (cos, sin))
@@ -68,10 +70,10 @@ def compare(shape: tuple[int, ...], normed: bool, each_own: bool) -> None:
             made = plainly(own[0], cos, sin, shape[2], (own[1], own[2]) if normed else None, EPS)
         torch.manual_seed(3)
         coming = [torch.randn_like(t) for t in made]
-        coming[0] = coming[0].contiguous()  # another layout than q's, as attention's gradients may have
+        coming[0] = coming[0].contiguous()  # attention may return a gradient whose layout is not that of q
         d, *d_gammas = torch.autograd.grad(made, own, coming)
         sums = [(d.float() * own[0].detach()).sum(1)] if normed else []
-        if in_one_pass and normed:  # autograd passes the sums of rows along with the gradient
+        if in_one_pass and normed:  # the backward attaches the sums of rows to the gradient d
             rstd = torch.rand(len(d)) + 0.5
             carried = of_a_chain({"d_qkv": d, "rstd_in": rstd}, {"D": 48})
             assert carried and carried[0] is d

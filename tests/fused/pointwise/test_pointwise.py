@@ -1,4 +1,5 @@
-"""Tests of the pointwise part of a backward: it compiles as one graph, but only for real tensors on a GPU."""
+"""Tests of the pointwise part of a backward. torch.compile makes one graph of this part, and ``fused``
+compiles this part only for real tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_a_head_compiles_whole_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> 
     compiled = torch.compile(seen[0][0].run, backend="aot_eager", fullgraph=True)
     for _, arguments, found in seen:
         assert all(torch.equal(a, b) for a, b in zip(compiled(*arguments), found.values(), strict=True))
-    # a graph for the first number of rows, one for any
+    # one graph for the first number of rows, one for any other number
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 

@@ -1,5 +1,6 @@
-"""Tests of the rotation's transpose. The PyTorch implementation is compared with autograd, and the Triton
-kernel, interpreted, with the PyTorch implementation."""
+"""Tests of the backward of the rotation, which rotates gradients back. One test compares the PyTorch
+implementation with autograd. Another test runs the Triton kernel in Triton's interpreter, and compares the
+kernel with the PyTorch implementation."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def drawn(shape: tuple[int, ...]) -> tuple[Three, Three, Tensor, Tensor]:
 
 
 def forward(z: Tensor, heads: int, groups: int, cos_sin: Tensor) -> list[Tensor]:
-    """Return q, k and v of ``z``, each [tokens, heads, width]."""
+    """Split ``z`` into q, k and v, and rotate q and k. Each result has the shape [tokens, heads, width]."""
     width = cos_sin.shape[1]
     even, odd = z.view(len(z), -1, width // 2, 2).unbind(-1)
     cosine, sine = cos_sin.view(len(z), 1, -1, 2).unbind(-1)
@@ -56,7 +57,7 @@ def test_equals_autograd(shape):
 
 
 def test_a_chains_pointwise_part_is_the_derived_one():
-    """A hand-written function replaces the derived program."""
+    """The hand-written function that replaces the derived program computes the same values."""
     (_, heads, groups, _, width), length = SHAPES[0], 16
     _, values, cos_sin, rstd = drawn(SHAPES[0])
     link = functional.ATTENTION_IN[False, True]
@@ -84,7 +85,7 @@ def test_torch_compile_can_call_the_operator():
 
 @pytest.mark.slow
 def test_one_pass_equals_pytorch():
-    """The test needs a new process, because Triton reads TRITON_INTERPRET when it decorates a kernel."""
+    """This file runs in a new process, because Triton reads TRITON_INTERPRET when a kernel is decorated."""
     told = {**environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, str(HERE)], env=told, check=True, timeout=120)
 

@@ -1,4 +1,4 @@
-"""Test of the resources that are read from the listings of CUDA's tools."""
+"""Test that a kernel's resources are counted correctly from the listings that CUDA's tools print."""
 
 from __future__ import annotations
 

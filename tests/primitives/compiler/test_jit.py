@@ -1,4 +1,4 @@
-"""Tests of the imports in a process that only compiles, and of importing lowered files."""
+"""Tests of QuACK's imports in a process that only compiles, and of importing files of lowered text."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_a_file_that_fails_to_import_can_be_imported_once_it_is_mended(tmp_path:
     path.write_text("begun = True\nraise RuntimeError('no such op')\n")
     with pytest.raises(RuntimeError, match="no such op"):
         import_file(name, path)
-    assert name not in sys.modules  # a partial module would count as imported
+    assert name not in sys.modules  # a partly executed module would count as imported
     path.write_text("answer = 42\n")
     assert import_file(name, path) is sys.modules.pop(name)

@@ -1,5 +1,5 @@
-"""Tests of lowered text: its results when it is run lane by lane, its names, its masks, and the tiles that
-fit."""
+"""Tests of lowered text. Some tests run the text lane by lane and compare the results with the interpreter.
+Other tests check the names and masks in the text, and the tiles that a program admits."""
 
 from __future__ import annotations
 
@@ -499,7 +499,7 @@ def test_constants_survive(value: float) -> None:
 
 
 def test_lowering_remembers_the_sign_of_zero() -> None:
-    """Two programs that differ only in 0.0 and -0.0 compare equal, but their texts differ."""
+    """Two programs that differ only in the sign of a zero compare equal, but must have different texts."""
     program = trace(TILE, H, "return {'o': h - 77.0}")
 
     def with_constant(value: float) -> Program:
@@ -556,8 +556,8 @@ MASKS: list[tuple[str, bool]] = [
     ("where(h == 0, 1, h)", True),
     ("column_index(h) * h", True),
     ("h + full - full", False),
-    ("join(h, r) * wf", True),  # past the edge, a read of wf returns the value at the edge
-    ("h * alpha", True),  # a scalar may hold anything
+    ("join(h, r) * wf", True),  # beyond the edge, a read of wf returns the value at the edge, not 0
+    ("h * alpha", True),  # alpha may be infinite or NaN
 ]
 
 
@@ -633,7 +633,7 @@ def test_arguments_say_what_each_tensor_is() -> None:
     assert [(a.role, a.node) for a in vector.arguments] == [("partial", outputs["s"]), ("out", outputs["s"])]
     (kernel,) = lower(SWIGLU.program).gemms
     assert (kernel.b_transposed, kernel.c) == (True, None)
-    assert [str(g) for g in kernel.grains] == ["32"]  # act is half as wide
+    assert [str(g) for g in kernel.grains] == ["32"]  # because act is half as wide as the GEMM
 
 
 def roles(kernel: GemmKernel | VectorKernel, program: Program) -> dict[str, str]:
@@ -662,7 +662,8 @@ def test_arguments_of_every_role() -> None:
     (kernel,) = lower(FP8.program).gemms
     assert (kernel.dtype, kernel.b_transposed) == ("fp8_e4m3", True)
     (kernel,) = lower(WIDTHS.program).gemms
-    assert (kernel.c, kernel.d, kernel.grains) == (None, None, ())  # by threads: no tile has the GEMM's width
+    # no tile is as wide as the GEMM, so threads load and store all tiles
+    assert (kernel.c, kernel.d, kernel.grains) == (None, None, ())
     assert sorted(a.part for a in kernel.arguments if a.role == "partial") == [0, 0, 0, 0, 0, 1]
 
 
@@ -672,7 +673,7 @@ FITS: list[tuple[Example, dict[str, int], set[int]]] = [
     (QK_NORM, {"P": 64}, {128, 256}),
     (QK_NORM, {"P": 48}, {192}),
     (QK_NORM, {"P": 16}, {32, 64, 128, 160, 192, 224, 256}),
-    (QK_NORM, {"P": 104}, set()),  # sums of heads need a multiple of 32 columns, and 208 is none
+    (QK_NORM, {"P": 104}, set()),  # sums of heads need a multiple of 32 columns, and 2 * 104 is not one
     (QK_NORM, {"P": 24}, set()),
     (QK_NORM, {"P": 8}, set()),
     (QK_NORM, {"P": 40}, set()),

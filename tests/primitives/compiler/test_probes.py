@@ -40,8 +40,8 @@ PINGPONG, COOPERATIVE = PROBES
 
 
 def crowd(loads: int, stores: int, shape: str, dtype: str = "bf16") -> tuple[Any, tuple[str, ...]]:
-    """Return the signature and the lines of a kernel that loads and stores tiles of ``shape``: [M, N] or [M,
-    2*N]."""
+    """Return the signature and the lines of a kernel with ``loads`` loaded and ``stores`` stored tiles. The
+    ``shape`` of these tiles is [M, N] or [M, 2*N]."""
     read = {f"i{k}": tensor(shape, dtype) for k in range(loads)}
     made = {f"o{k}": tensor(shape, dtype) for k in range(stores)}
     given = {"x": tensor("M, K"), "w": tensor("N, K")} | read
@@ -72,7 +72,7 @@ GATED = trace(
     "c, d = pairs(y)",
     "return {'a': join(a * t, b * t), 'b': join(c * t, d * t), 'c': e * f}",
 )
-# Programs that leave no room for the cooperative tile 256x128.
+# The epilogues of these programs leave no room for the cooperative tile 256x128.
 ROOMY = {
     "two double loads, two double and a half-width store": GATED,
     "three double loads, two double stores": crowded(3, 2, "M, 2*N"),
@@ -87,8 +87,8 @@ EIGHT = trace(
     ),
     "return {'q': gemm(x, w.mT) + r}",
 )
-# This script runs in a separate process, because it imports the DSL. It reads the number of stages that QuACK
-# computes, before anything is traced.
+# This script runs in a separate process, because it imports the DSL. It stops each compilation as soon as
+# QuACK has computed the number of stages, and reports this number.
 COUNT = """
 import json, sys
 from primitives.device.mainloop import FusedGemm
@@ -129,7 +129,7 @@ def test_stages_of_operands_are_counted_as_quack_does(tmp_path: Path) -> None:
     counted = []
     for number, (program, sizes) in enumerate(examples):
         for gemm in lower(program).gemms:
-            for tile in sorted(TILES)[number % 4 :: 4]:  # each tile is used for some programs
+            for tile in sorted(TILES)[number % 4 :: 4]:  # each program gets a quarter of the tiles
                 schedule = Schedule(*tile)
                 if gemm.admits(schedule, sizes):
                     asked.append((program.to_json(), sizes, gemm.step, tile))
@@ -256,8 +256,8 @@ def test_a_bundle_holds_objects_of_what_is_tried_there(monkeypatch: pytest.Monke
 def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An edit is timed on all schedules to which its incumbent may be tuned, even on schedules that an older
-    report could not know."""
+    """An edit is timed on all schedules to which its incumbent may be tuned. These include schedules that the
+    incumbent's report does not name."""
     wanted: list[tuple[int, Schedule]] = []
     monkeypatch.setattr(
         "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])
@@ -277,6 +277,6 @@ def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     assert {*known} <= schedules
     assert any(s.split for s in schedules) and any(s.tile_m == s.tile_n == 64 for s in schedules)
     wanted.clear()
-    # If the incumbent is an edit, the new edit is timed only on the schedules of that edit.
+    # If the incumbent is itself an edit, the new edit is timed only on the incumbent's schedules.
     bundle._objects(spec, edited, Incumbent(edited, {}, cases))
     assert not any(schedule.split for _, schedule in wanted)

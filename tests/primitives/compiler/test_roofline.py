@@ -1,5 +1,5 @@
-"""Tests of the roofline: counts worked out by hand, consequences of the counting rules, and the memory that
-launches really receive."""
+"""Tests of the roofline. Its counts are compared with counts worked out by hand, with consequences of the
+counting rules, and with the memory that launches really receive."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_partials_have_the_gemms_columns_whatever_the_tiles() -> None:
     written = dict(gemm.writes)
     assert [written.pop("h"), written.pop("d")] == [512 * 384 * 4, 512 * 1536 * 2]
     # A reduction over 4*F columns has two partials: one for even and one for odd columns. A reduction over F
-    # columns has partials for the GEMM's 2*F columns, too.
+    # columns also has a partial for each of the GEMM's 2*F columns.
     assert sorted(written.values()) == sorted([2 * column, column, row, row, row])
     assert {tuple(sorted(f.writes)) for f in finishes} == {("sums",), ("largest",), ("lse", "peak", "top")}
     assert [f.reads["alpha"] for f in finishes if "alpha" in f.reads] == [4]
@@ -123,7 +123,7 @@ def test_an_updated_buffer_is_read_and_written() -> None:
     assert step.flops == 2 * 16 * 4096 * 4096
     assert step.reads == {"dy": 131_072, "x": 131_072, "dw": 67_108_864}
     assert step.writes == {"dw_new": 67_108_864}
-    # The least time covers both directions: the input comes from memory, and the result goes back to memory.
+    # The least time counts dw in both directions: dw is read from memory, and dw_new is written back.
     assert found.limit == (2 * 131_072 + 2 * 67_108_864 - 50 * 2**20) / 3.35e12
 
 
@@ -155,7 +155,7 @@ def test_each_step_has_the_peak_of_its_own_operands() -> None:
     assert (first.compute_seconds, second.compute_seconds) == (
         first.flops / 1978.9e12, second.flops / 989.4e12,
     )  # fmt: skip
-    assert first.writes == {"t0": 512 * 256 * 2}  # stored in the dtype of the other operand
+    assert first.writes == {"t0": 512 * 256 * 2}  # t0 is stored in the dtype of u, the other operand
 
 
 def test_what_passes_between_steps_is_written_once_and_read_once() -> None:
@@ -189,13 +189,13 @@ def test_limit_grants_the_l2_what_it_can_hold() -> None:
     program, l2 = of_spec("gemm_rmsnorm_swiglu"), 50 * 2**20
     thin = roofline(program, {"M": 16384, "D": 64, "F": 5632})
     (step,) = thin.steps
-    # All bytes that the step reads count. Of the bytes that it writes, 50 MiB may still be in the L2 when the
-    # timing ends.
+    # All bytes that the step reads count. Up to 50 MiB of the bytes that the step writes do not count,
+    # because these bytes may still be in the L2 when the timing ends.
     assert thin.limit == (step.bytes - l2) / 3.35e12
     small = roofline(program, {"M": 256, "D": 64, "F": 256})
     assert sum(small.steps[0].writes.values()) < l2
     assert small.limit == sum(small.steps[0].reads.values()) / 3.35e12 < small.seconds
-    # Values between steps, and this small output, may stay in the L2. So only the inputs count, once.
+    # Values between steps and this small output may stay in the L2. So only the inputs count, once each.
     chain = roofline(two_steps(), {"M": 8192, "K": 64, "N": 512, "P": 64})
     inputs = 2 * (8192 * 64 + 64 * 512 + 8192 * 512 + 512 + 512 * 64)
     assert chain.limit == inputs / 3.35e12
@@ -252,7 +252,8 @@ def given_bytes(arguments: tuple[Any, ...]) -> int:
 def test_counts_the_bytes_that_launches_are_given(
     name: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans allocate and bind memory as the lowered text states. The roofline must count every buffer."""
+    """Plans allocate and bind memory as the lowered text states. The roofline must count every buffer that a
+    launch receives."""
     launched: list[int] = []
 
     def stand_in(*_: Any) -> Callable[..., None]:
@@ -270,8 +271,8 @@ def test_counts_the_bytes_that_launches_are_given(
         for n, t in program.signature.inputs.items()
     }
     plan.run(inputs, plan.outputs())
-    # Two kinds of memory are passed once but moved twice. One kernel reads and empties a selection's buffer.
-    # A store adds to an output that already holds the values of the updated input.
+    # A launch receives two kinds of buffers once, but reads and also writes them. One kernel reads and
+    # empties a selection's buffer. A store adds to an output that holds the values of the updated input.
     twice = set(program.signature.updates.values())
     assert launched == [
         sum(size for tensor, size in (s.reads | s.writes).items() if tensor not in twice)

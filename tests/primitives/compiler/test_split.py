@@ -25,7 +25,7 @@ def waves(rows: int, columns: int, schedule: Schedule, clusters: int) -> int:
 def test_no_other_share_ends_sooner(rows: int, columns: int, first: int, second: int) -> None:
     taken = share((rows, columns), SPLIT, first, second)
     high, wide = ceil(rows / 128), ceil(columns / 128)
-    # the first launch computes only the tiles of whole clusters
+    # if there are two launches, the first computes only whole clusters of tiles
     assert taken == rows or (0 < taken < rows and taken % 256 == 0 and second)
 
     def longest(tiles: int) -> int:
@@ -37,12 +37,12 @@ def test_no_other_share_ends_sooner(rows: int, columns: int, first: int, second:
 
 
 def test_an_h100s_shares() -> None:
-    """An H100 has room for 30 clusters of four CTAs and then 6 of two. The second launch starts last, so it
-    gets rows only if that saves the first launch a wave."""
+    """An H100 has room for 30 clusters of four CTAs, and beside them for 6 clusters of two CTAs. The second
+    launch starts last, so it gets rows only if the first launch then needs fewer waves."""
     assert share((16384, 5632), SPLIT, 30, 6) == 16384 - 8 * 128
     assert share((16384, 12288), SPLIT, 30, 6) == 16384 - 10 * 128
-    assert share((128, 4096), SPLIT, 30, 6) == 128  # 128 rows need less than a wave
-    assert share((16384, 5632), SPLIT, 33, 0) == 16384  # no SM is left over
+    assert share((128, 4096), SPLIT, 30, 6) == 128  # the first launch needs less than a wave for 128 rows
+    assert share((16384, 5632), SPLIT, 33, 0) == 16384  # no SM is left for a second launch
 
 
 def test_one_thread_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_the_second_launch_starts_with_the_first_and_ends_after_it(monkeypatch: 
     expected = {
         SPLIT._replace(split=False): [wait, launch],
         SPLIT: [wait, launch, launch],
-        SPLIT.rest: [wait],  # it waits at the end of a block, where a block usually lets the next grid start
+        SPLIT.rest: [wait],  # a block waits at its end, where a block usually lets the next grid start
     }
     for schedule, order in expected.items():
         said.clear()

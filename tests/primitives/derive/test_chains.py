@@ -25,7 +25,7 @@ CHAINS = {
     "head": (chains.head(), ("lse", "target_logit"), 3),
     "head_cap": (chains.head(cap=True), ("lse", "target_logit"), 3),
 }
-FIXED = ("eps", "turned", "cos_sin", "cap", "target")  # inputs without a requested gradient
+FIXED = ("eps", "turned", "cos_sin", "cap", "target")  # inputs whose gradients are not requested
 
 
 @pytest.mark.parametrize("name", CHAINS)

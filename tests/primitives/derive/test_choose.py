@@ -20,7 +20,7 @@ from coda_agent.primitives.lang.partition import cut
 SIZES = {"M": 16384, "D": 2048, "F": 5632}
 SMALL = {"M": 6, "D": 8, "F": 10}
 WRT = ["h", "gamma", "w_up", "w_down"]
-ITEM = 2  # bytes of bf16
+ITEM = 2  # bytes of a bf16 value
 
 
 def mlp(rows: int = SIZES["M"], **asked: Any) -> tuple[Program, Derived]:

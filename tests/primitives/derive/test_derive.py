@@ -35,7 +35,7 @@ REFUSED = {n: "dtype" for n in SHIPPED if "fp8" in n} | {
 }  # fmt: skip
 # outputs that have no gradient of their own
 STATISTICS = {("gemm_row_abs_max", "amax"), ("gemm_qk_norm_rope", "rstd"), ("gemm_qk_norm_rope_eps", "rstd")}
-# inputs that many heads read; no primitive can add up the gradients that the heads contribute
+# inputs that many heads read; no primitive can add up the contributions of the heads to the gradient
 LEFT = {n: {"cos_sin"} for n in SHIPPED if n.endswith("_rope")} | {
     "gemm_qk_norm_rope": set(), "gemm_qk_norm_rope_eps": {"eps"},
     "gemm_rmsnorm_qkv_norm_rope": {"cos_sin", "eps"},
@@ -239,8 +239,9 @@ SHAPE = signature(INPUTS, {"y": tensor("M, 2*H*P"), "v": tensor("M", "fp32")}, s
 
 
 def agrees(body: tuple[str, ...], end: str) -> float:
-    """Return the largest error of the gradients of x, w, e, r and c. A gradient that autograd does not
-    compute is left out."""
+    """Derive the backward of the program with the operations ``body`` and the output ``end``. Return the
+    largest error among the gradients of x, w, e, r and c. A gradient that autograd does not compute is left
+    out."""
     lines = ["t = gemm(x, w.mT)", *(f"t = {each}" for each in body), f'return {{"y": t, {end}}}']
     made = Trace(SHAPE)
     scope = {n: getattr(__import__("coda_agent.primitives", fromlist=["x"]), n) for n in VOCABULARY}
@@ -283,8 +284,8 @@ def worst(program: Program) -> float:
 
 @pytest.mark.slow
 def test_random_programs_agree_with_autograd(pytestconfig: pytest.Config) -> None:
-    """A random program may be refused, but only with a message of one line. With --thorough 200 programs are
-    tried, otherwise 60."""
+    """A random program may be refused, but only with a message of one line. The test tries 60 programs, or
+    200 with --thorough."""
 
     @settings(max_examples=200 if pytestconfig.getoption("thorough") else 60, deadline=None, derandomize=True)
     @given(st.lists(st.sampled_from(UNARY + BINARY), max_size=5), st.sampled_from(ENDS))

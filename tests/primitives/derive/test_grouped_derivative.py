@@ -1,5 +1,5 @@
-"""The backward of products with offsets, which assign rows to experts. It multiplies rows by the matrix of
-their expert, and computes the gradient of each expert's matrix by a separate product."""
+"""The backward of products with offsets, which assign rows to experts. The backward multiplies each row by
+the matrix of the row's expert. A separate product computes the gradients of the experts' matrices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = {"T": 4096, "E": 8, "K": 1024, "F": 512, "N": 1024}
 
 @pytest.fixture(scope="module")
 def experts() -> tuple[Program, Derived]:
-    """Return a program with the two projections of a mixture of experts, and its backward."""
+    """Return a program with the two projections of a mixture of experts, and the derived backward."""
     program = trace(
         signature(INPUTS, {"preact": tensor("T, 2*F"), "y": tensor("T, N")}),
         "preact = gemm(x, w.mT, offsets)",
@@ -61,7 +61,7 @@ def test_a_mixture_has_autograds_gradients(experts: tuple[Program, Derived], off
     assert max(error(got[f"d_{name}"], value) for name, value in truth.items()) < 1e-12
     assert derived.program and not derived.head
     said: dict[str, torch.Tensor] = dict(known)
-    # the program's PyTorch text computes the same gradients
+    # the derived program, written as PyTorch text, computes the same gradients
     exec(reference(derived.program), dict(scope()), said)
     assert max(error(said[name], value) for name, value in got.items()) < 1e-12
 

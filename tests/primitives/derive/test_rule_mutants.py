@@ -1,4 +1,4 @@
-"""Every mistake in a derivative rule is found, because the text of the derived pair then does not compute
+"""Every mistake in a derivative rule is found: the reference of the derived backward then does not compute
 autograd's gradients.
 
 A mutant changes a gradient that a rule returns, or one operation that a rule adds to the graph. A changed
@@ -49,9 +49,9 @@ USES = {
     "column_sums": "column_sums(t * e)", "row_logsumexp": "row_logsumexp(t)",
     "row_select": "row_select(t, index)",
 }  # fmt: skip
-# operations whose rules return no gradient, or only pass the gradient on
 COMPARISONS = {"greater": "less", "less": "greater", "greater_equal": "less", "less_equal": "greater",
                "equal": "not_equal", "not_equal": "equal"}  # fmt: skip
+# operations without mutants, because their rules return no gradient or only pass the gradient on
 IDLE = {"column_index", "in_columns", "transpose", "as_tile", *COMPARISONS}
 OTHER = COMPARISONS | {"even": "odd", "odd": "even", "sin": "cos", "cos": "sin"}
 
@@ -84,7 +84,7 @@ def doubled(trace: Simplifier, node: Node, add: Add) -> int:
 
 
 def changes(op: str) -> dict[str, Change]:
-    """Return the mistakes that apply to the operation ``op`` of a rule."""
+    """Return the possible mistakes, by name, in an operation ``op`` that a rule adds to the graph."""
     signless = ("transpose", "as_tile", "column_index", *COMPARISONS)
     found: dict[str, Change] = {} if op in signless else {"sign": negated}
     if op in ("multiply", "divide"):
@@ -199,8 +199,8 @@ def refused(found: Pair) -> bool:
 
 @functools.cache
 def right(op: str) -> tuple[str, tuple[str, ...], int]:
-    """Return the text of the correct rule's pair, the operations that the rule adds, and the number of its
-    gradients."""
+    """Derive a backward with the correct rule of ``op``. Return the text of the backward and its forward, the
+    operations that the rule adds, and the number of gradients that the rule returns."""
     with altered(op, None) as rule:
         found = made(op)
     assert found and not refused(found) and rule.parts
@@ -208,7 +208,7 @@ def right(op: str) -> tuple[str, tuple[str, ...], int]:
 
 
 def gradients_of(op: str) -> set[str]:
-    """Return the names of the gradients that the correct rule gives."""
+    """Return the names of the gradients in the backward that the correct rule gives."""
     found = made(op)
     assert found
     return set(found.program.signature.outputs)
@@ -234,10 +234,10 @@ def test_each_wrong_rule_is_refused(op: str) -> None:
     tried, missed = 0, []
     for mutant in mutants(op):
         found = None
-        # a mutant may raise ProgramError, for example because values have the wrong kinds
+        # deriving with a mutant may raise ProgramError, for example because values have the wrong kinds
         with altered(op, mutant), suppress(ProgramError):
             found = made(op)
-        if found and found.text == text:  # the mutant is equivalent
+        if found and found.text == text:  # the mutant changes nothing
             continue
         tried += 1
         # a mutant that loses a gradient is found, because derive reports the missing gradient

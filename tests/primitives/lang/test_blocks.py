@@ -67,7 +67,8 @@ def test_each_block_fills_the_range_by_its_own_scale(name: str, heads: int, widt
 
 
 def sized(program: Program, inputs: Tensors) -> Tensors:
-    """Return the interpreter's outputs, and check that the lowered text computes the same outputs."""
+    """Check that the lowered text computes the interpreter's outputs, but for rounding. Return the
+    interpreter's outputs."""
     told, made = interpret(program, inputs), run_lowered(program, inputs)
     torch.testing.assert_close(made["s"], told["s"], rtol=1e-5, atol=0)
     assert (made["q"].view(torch.uint8) == told["q"].view(torch.uint8)).float().mean() > 0.99

@@ -132,7 +132,7 @@ def test_a_row_scale_deferred_past_the_next_gemm() -> None:
         "sums": ["multiply"],
     }
     assert summary(program, second) == {"stores": ["up"], "spreads": ["rsqrt"]}
-    # rsqrt is finished after the first step; the second step reads this vector and spreads it over rows
+    # the vector rsqrt is finished after the first step; the second step reads rsqrt and scales rows by it
     assert finishes(program, steps) == {0: ["rsqrt"]}
     assert [program.nodes[s.gemm].op for s in steps.gemms] == ["gemm", "gemm"]
 
@@ -366,8 +366,8 @@ def test_statistics_of_heads_take_a_sweep_and_stay_in_their_step() -> None:
 
 
 def test_a_selection_is_finished_where_its_step_is_done() -> None:
-    """A selection is finished with its own step, even if only a later step reads it. Finishing also prepares
-    the mainloop's buffer for the next call."""
+    """A selection is finished with its own step, even if only a later step reads it. The finishing kernel
+    also resets the buffer of selected values for the next call."""
     lines = (H, "s = row_select(h, i)", "return {'o': gemm(h, q) * per_row(s + 1)}")
     program = trace(ONE, *lines)
     steps = cut(program)
@@ -417,7 +417,7 @@ def test_rows_and_columns_alone_make_a_tile_that_rides_along() -> None:
 
 
 UPDATES: dict[str, tuple[dict[str, TensorType], dict[str, str], tuple[str, ...], int | None]] = {
-    # each entry: the outputs, the inputs that they overwrite, the kernel, and the line that is refused
+    # each entry: the outputs, the inputs that they overwrite, the kernel, and the refused line or None
     "read where it is made": ({"o": tensor("M, N")}, {"o": "r"}, (H, "return {'o': h + r}"), None),
     "not read": ({"o": tensor("M, N")}, {"o": "r"}, (H, "return {'o': h}"), None),
     "read for another output of the step": (
@@ -486,7 +486,8 @@ def test_what_is_written_over_is_read_in_its_place_alone(name: str) -> None:
 
 
 def test_widths_are_those_of_the_step_that_reads() -> None:
-    """h is as wide as its own GEMM but half as wide as the next GEMM, so one tile has two relative widths."""
+    """h is as wide as its own GEMM but half as wide as the next GEMM. So h has a relative width for each
+    step."""
     program = trace(ONE, H, "a, c = pairs(gemm(h, wide.mT))", "return {'o': a * c + h}")
     steps = cut(program)
     h = steps.gemms[0].gemm
@@ -495,8 +496,8 @@ def test_widths_are_those_of_the_step_that_reads() -> None:
 
 
 def test_a_program_as_large_as_allowed_is_cut_in_a_blink() -> None:
-    """Hostile programs must not take unbounded time, even if every node is read twice or every node is a
-    GEMM."""
+    """A hostile program must not take unbounded time to cut, even if every node is read twice or every node
+    is a GEMM."""
     wide = MAX_NODES - 5
     doubled = [Node("input", (), "x"), Node("input", (), "w"), Node("transpose", (1,)), Node("gemm", (0, 2))]
     doubled += [Node("input", (), "r")] + [Node("add", (i + 4, i + 4)) for i in range(wide)]

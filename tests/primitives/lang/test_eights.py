@@ -20,7 +20,8 @@ from coda_agent.primitives.runtime.sass import disassemble
 
 ENDS = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 INPUTS = {"x": tensor("M, K"), "w": tensor("2*N, K"), "scale": tensor("", "fp32")}
-# An fp8 tile for each width relative to the GEMM. The program also stores a bf16 tile as wide as the GEMM.
+# The fp8 output for each width: half as wide as the GEMM, as wide, and twice as wide. The program also stores
+# a bf16 tile as wide as the GEMM.
 WIDTHS = {"half": "gate * up * scale", "one": "t * scale", "double": "join(t * scale, t + scale)"}
 SHAPES = {"half": "M, N", "one": "M, 2*N", "double": "M, 4*N"}
 
@@ -37,7 +38,7 @@ def stores(width: str, dtype: str) -> Program:
 
 
 def significands(dtype: str) -> list[float]:
-    """Return every finite, non-negative value of an fp8 dtype, computed from the definition of its bits."""
+    """Return every finite, non-negative value of an fp8 dtype, computed from the meaning of its bits."""
     mantissa, bias, top = {"fp8_e4m3": (3, 7, 0x7E), "fp8_e5m2": (2, 15, 0x7B)}[dtype]
     found = []
     for code in range(top + 1):

@@ -97,7 +97,7 @@ def test_each_experts_own_product_is_of_its_rows_alone(counts: list[int]) -> Non
 
 def test_rows_do_not_depend_on_other_experts() -> None:
     """For random numbers of rows, the output rows of each expert equal a plain product of the expert's rows
-    and matrix. So they do not depend on the rows of other experts."""
+    and matrix. So the output rows do not depend on the rows of other experts."""
     random, plain = (
         Random(1),
         trace(signature({"x": X, "w": tensor("N, K")}, {"y": tensor("T, N")}), "return {'y': gemm(x, w.mT)}"),
