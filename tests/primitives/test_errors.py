@@ -1,4 +1,5 @@
-"""The tree of errors in the docstring of ``primitives.errors`` equals the tree of the classes."""
+"""The docstring of ``primitives.errors`` lists every error class of the product. Each class has the expected
+exit status."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import sys
 
 from checkout import PYTHONPATH, ROOT
 
-# The child process replaces TARGET before any module reads it. The invented GPU has smaller tiles and no
-# clusters.
+# The program of a child process, which replaces TARGET before any other module reads it. The invented GPU has
+# smaller tiles and no clusters.
 OTHER = """
 import importlib.util, sys
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""A hostile program in JSON is refused, or it means exactly what the JSON says. No other error is raised, and
-both time and memory stay small."""
+"""Reading a hostile program in JSON raises ProgramError, or returns exactly the program that the JSON
+describes. No other error is raised, and both time and memory stay small."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def outcome(text: str) -> str:
     except ProgramError:
         return "refused"
     finally:
-        # without limits a hostile program would take minutes; on a busy machine a second is normal
+        # without size limits, reading a hostile program would take minutes; with them, it may take a second
+        # on a busy machine
         assert time.process_time() - start < 10
     try:
         assert MARK not in lower(program).text
@@ -141,7 +142,8 @@ def outcome(text: str) -> str:
 
 
 def interpreted(program: Program) -> bool:
-    """Return whether the program runs on small inputs. Return False if the shapes cannot have small sizes."""
+    """Return whether the program runs on small inputs. Every dim is 8. Return False if this makes an extent
+    smaller than 1 or larger than 512."""
     import torch
 
     sizes = dict.fromkeys(program.signature.dims, 8)
@@ -151,7 +153,7 @@ def interpreted(program: Program) -> bool:
         return False
     try:
         solve_sizes(program.signature, shapes)
-    except ValueError:  # no input's shape determines some dim
+    except ValueError:  # some dim does not follow from the inputs' shapes
         return False
     inputs = {k: torch.ones(shapes[k]).to(torch_dtype(t.dtype)) for k, t in program.signature.inputs.items()}
     for name, rows in sorted_rows(program):  # all rows belong to the first expert
@@ -176,7 +178,7 @@ def test_hostile_programs_are_refused_or_mean_what_they_say() -> None:
 
 
 def grown(count: int) -> str:
-    """Return the JSON of a real program that is extended to ``count`` nodes by repeated exponentials."""
+    """Return the JSON of a real program. It is extended to ``count`` nodes by applying ``exp`` repeatedly."""
     data = deepcopy(PROGRAMS[0])
     out = next(iter(data["outputs"].values()))
     while len(data["nodes"]) < count:
@@ -220,7 +222,8 @@ def test_large_programs_cost_little(text: str, code: str) -> None:
     with pytest.raises(ProgramError) as caught:
         Program.from_json(text, SIGNATURE)
     assert caught.value.code == code, caught.value
-    # without limits a hostile program would take minutes; on a busy machine a second is normal
+    # without size limits, reading a hostile program would take minutes; with them, it may take a second on a
+    # busy machine
     assert time.process_time() - start < 10
     tracemalloc.start()
     with pytest.raises(ProgramError):

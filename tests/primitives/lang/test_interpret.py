@@ -54,8 +54,8 @@ def chain(i: Tensors) -> Tensors:
 
 
 def turned(heads: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Multiply ``heads`` [M, H, 2P], read as complex numbers, by ``by`` [M, P] in each head; return [M,
-    2HP]."""
+    """Return the complex product of ``heads`` and ``by`` as real numbers [M, 2HP]. ``heads`` [M, H, 2P] holds
+    pairs of a real and an imaginary part. ``by`` [M, P] is complex and applies to every head."""
     numbers = torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(numbers * by[:, None, :]).flatten(1)
 
@@ -75,7 +75,7 @@ def rope(i: Tensors) -> Tensors:
 
 
 def onehot(index: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return a one-hot row for each index. If an index is not a column's number, its row is all zeros."""
+    """Return a one-hot row for each index. An index that is not a column's number gives a row of zeros."""
     known = (index >= 0) & (index < columns)
     return one_hot(torch.where(known, index, 0).long(), columns) * known[:, None]
 
@@ -93,8 +93,8 @@ def cross_entropy_backward(i: Tensors) -> Tensors:
 
 
 def norm_backward(i: Tensors) -> Tensors:
-    """Differentiate h * rstd * gamma automatically. The part of the gradient that comes through rstd is
-    computed from s."""
+    """Differentiate h * rstd * gamma automatically with rstd constant. The part of the gradient that passes
+    through rstd is computed from the input s."""
     d, h, gamma = i["dz"] @ i["w"], i["h"].clone().requires_grad_(), i["gamma"].clone().requires_grad_()
     hhat = torch.diag(i["rstd"]) @ h
     dh, dgamma = torch.autograd.grad(hhat * gamma, (h, gamma), d)
@@ -213,8 +213,8 @@ def test_a_later_step_reads_a_stored_tile_back_rounded() -> None:
 
 
 def test_an_expression_of_an_earlier_step_is_rounded_where_it_leaves_it() -> None:
-    """The step of h also computes ``t = 3 h``. The later step reads the rounded t; it does not multiply a
-    rounded h by 3."""
+    """The step that computes h also computes ``t = 3 h``. The later step reads the rounded t; it does not
+    multiply a rounded h by 3."""
     got, exact = run({"o": "fp32"}, "t = h * 3.0", "return {'o': t + gemm(x, zero) * per_row(row_sums(h))}")
     assert torch.equal(got["o"], (3 * exact).bfloat16().float())
     assert not torch.equal(got["o"], 3 * exact.bfloat16().float())
@@ -426,7 +426,8 @@ HEADS = {
 
 
 def heads(dtypes: dict[str, str], *lines: str) -> tuple[Tensors, torch.Tensor, Tensors]:
-    """Return the outputs, the gemm's exact tile split into heads (its shape is [M, 3, 4]), and the inputs."""
+    """Return the outputs, the exact tile of the gemm, and the inputs. The tile is split into heads, so its
+    shape is [M, 3, 4]."""
     outputs = {n: tensor(shape, "fp32") for n, shape in dtypes.items()}
     declared = signature(HEADS, outputs, ("P",))
     inputs = draw(declared, {"M": 6, "K": 12, "H": 3, "P": 2})

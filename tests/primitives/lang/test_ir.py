@@ -1,5 +1,5 @@
-"""Programs in JSON: a program that is written and read again is unchanged, the hash depends only on the
-meaning, and hostile JSON is refused with a code."""
+"""Programs in JSON: writing and reading a program leaves it unchanged. The hash of a program depends only on
+its meaning. Hostile JSON is refused with a code."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ Edit = Callable[[dict[str, Any]], Any]
 
 
 def edited(edit: Edit) -> str:
-    """Return NORM's JSON after ``edit``, which changes the data or returns a replacement."""
+    """Return the JSON of NORM after an edit. ``edit`` changes the data in place or returns other data."""
     data = json.loads(NORM.program.to_json())
     return json.dumps(edit(data) or data)
 
@@ -460,8 +460,8 @@ def test_hostile_text_is_refused(text: str, code: str) -> None:
 
 @pytest.mark.parametrize("place", ["schedule/0", "outputs/h", "format", "signature/name", "signature/dims"])
 def test_nesting_of_any_depth_is_refused(place: str) -> None:
-    """Some of the depths are just within the parser's limit. Printing a value of such a depth in the error
-    message would fail."""
+    """The JSON parser still reads a value that is nested just below the parser's limit. An error message that
+    printed such a value would fail."""
     data = json.loads(NORM.program.to_json())
     data["schedule"]["0"] = {}
     put(place, {"swizzle": "@"} if place == "schedule/0" else "@")(data)

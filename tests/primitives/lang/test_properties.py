@@ -2,7 +2,8 @@
 text computes the same values.
 
 Three programs are compiled for sm_90a, or two hundred with --thorough. Every step is compiled, as in the
-compile gate. The tests record registers and spills as properties, which --junitxml writes.
+compile gate. The tests record registers and spills as JUnit properties; with --junitxml, pytest writes them
+to a file.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from coda_agent.primitives.runtime.compile import report
 
 pytestmark = pytest.mark.slow
 
-# the largest error, relative to the value, of an output that is rounded to nearest: half a unit in the last
-# place
+# The largest relative error of an output that is rounded to nearest: half a unit in the last place. An fp32
+# output is not rounded.
 ROUNDING = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
@@ -54,8 +55,8 @@ FP32 = 2e-5
 # The allowed error if values are rounded to 16 bits between steps. Rounding changes each value by up to
 # 2**-8, and later operations amplify this error.
 CHAINED = 0.08
-# The allowed error between the interpreter and the lowered text, if both round between steps. Sometimes they
-# round a value to different neighbours.
+# The allowed difference between the interpreter and the lowered text, if both round between steps. Sometimes
+# the two round a value to different neighbouring numbers.
 FLIPPED = 0.02
 REFUSALS = {"homeless", "pending", "sweep", "width", "updates", "dtype", "outputs", "size_choice", "grouped"}
 
@@ -69,13 +70,13 @@ PROPERTY = settings(
 
 
 def check_close(got: Tensors, expected: Tensors, slack: float) -> None:
-    """Check that each output is within its rounding error, plus ``slack`` times the output's typical
-    magnitude. If the expected output is rounded too, both rounding errors count."""
+    """Check that the error of each output is at most its rounding error plus ``slack`` times its typical
+    magnitude. If the expected output is rounded too, its rounding error is added."""
     for name, value in got.items():
         exact = expected[name].double()
         size = max(exact.square().mean().sqrt().item(), 0.05)
         rounding = ROUNDING[value.dtype] + ROUNDING.get(expected[name].dtype, 0.0)
-        # the distance between subnormal numbers
+        # the distance between neighbouring subnormal numbers
         least = torch.finfo(value.dtype).tiny * torch.finfo(value.dtype).eps
         allowed = rounding * exact.abs() + least + slack * size
         off = ((value.double() - exact).abs() / allowed).max().item()
@@ -84,7 +85,7 @@ def check_close(got: Tensors, expected: Tensors, slack: float) -> None:
 
 
 def check(made: Made, program: Program) -> None:
-    """Check every property of a program that needs no compiler."""
+    """Check all properties of a program that can be checked without a compiler."""
     assert made.trace() == program
     text = program.to_json()
     again = Program.from_json(text, made.signature)
@@ -160,7 +161,7 @@ def features(program: Program) -> set[object]:
 
 @cache
 def varied(count: int) -> list[int]:
-    """Return the seeds of ``count`` programs that together have many features for their size."""
+    """Return the seeds of ``count`` programs, chosen so that small programs together have many features."""
     found = {}
     for seed in range(max(60, 10 * count)):
         try:
@@ -193,8 +194,8 @@ def test_every_operation_occurs() -> None:
 
 @pytest.mark.parametrize("experts", [1, 2, 5])
 def test_offsets_rise_and_leave_experts_without_rows(experts: int) -> None:
-    """Some draws give all rows to one expert, and some give all but one row to one expert. Experts without
-    rows occur too."""
+    """Some draws give all rows to one expert, so the other experts have none. If there are several experts,
+    some draws give one expert all rows except one."""
     made = Made(signature({"o": tensor("E + 1", "int32")}, {}), "", {"o": ("offsets", "M")}, {})
     drawn = [made.draw({"E": experts, "M": 24}, seed)["o"].tolist() for seed in range(40)]
     assert all(len(o) == experts + 1 and o == sorted(o) and (o[0], o[-1]) == (0, 24) for o in drawn)
@@ -264,7 +265,7 @@ CALLS = tuple(n for n in primitives.__all__ if n != "kernel")
 
 @st.composite
 def nonsense(pick: st.DrawFn) -> list[str]:
-    """Draw lines that apply any operation to any value."""
+    """Draw lines that apply random operations to random values, whether or not these fit together."""
     lines = ["h = t = gemm(x, w.mT)"]
     for _ in range(pick(st.integers(1, 4))):
         a, b, c = (pick(st.sampled_from(NAMES)) for _ in range(3))
@@ -351,7 +352,8 @@ LEAVES: st.SearchStrategy[Any] = st.sampled_from(
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
-    """Return a pair for every place inside a JSON value: the container, and the place's key or index."""
+    """Return a pair for every value inside ``data``: the dict or list that contains it, and its key or index
+    there."""
     if not isinstance(data, dict | list):
         return []
     keys = list(data) if isinstance(data, dict) else range(len(data))

@@ -1,5 +1,5 @@
-"""Ranges of a tile's columns as separate outputs: their values, the programs that are refused, and
-compiling."""
+"""A program may return ranges of a tile's columns as separate outputs. These tests check the values of the
+outputs, which programs are refused, and that the programs compile."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from coda_agent.primitives.runtime.compile import _environment
 
 pytestmark = pytest.mark.slow
 
-# Reductions of a tile as wide as the GEMM, twice as wide and half as wide. The added 9 keeps values past the
-# matrix's edge from being 0.
+# Reductions of a tile as wide as the GEMM, of one twice as wide, and of one half as wide. Because 9 is added,
+# the values of a tile past the matrix's edge are not 0.
 DECLARED = signature(
     {"x": tensor("M, K"), "w": tensor("2*F, K"), "r": tensor("M, 2*F")},
     {

@@ -1,5 +1,5 @@
-"""Every refusal names the author's line and suggests a remedy. The suggested program can be traced and run,
-in some cases as a kernel for another spec."""
+"""Every refusal names the author's line and suggests a remedy. The suggested program can be traced and run. A
+few suggested programs need a spec with other outputs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ T = "t = gemm(x, w.mT)"
 
 class Case(NamedTuple):
     """A program whose ``lines`` are refused at ``line``. The message contains each of ``words``. ``instead``
-    is the suggested program; its outputs are ``others``, or else ``outputs``."""
+    is the suggested program. Its outputs are ``others`` if given, else ``outputs``."""
 
     outputs: dict[str, TensorType]
     lines: tuple[str, ...]

@@ -50,8 +50,8 @@ def test_rows_of_minus_infinity(run: Callable[[Program, Tensors], Tensors], colu
 
 
 def device_functions(name: str, **stand_ins: Any) -> dict[str, Any]:
-    """Return the functions of a module of ``primitives/device``. ``stand_ins`` are Python objects that
-    replace CuTeDSL."""
+    """Return the functions of a module of ``primitives/device``, by name. ``stand_ins`` are Python objects
+    that replace the module's imports."""
     source = ROOT / "primitives" / "device" / f"{name}.py"
     tree = ast.parse(source.read_text(encoding="utf-8"))
     body = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
@@ -66,7 +66,7 @@ def device_functions(name: str, **stand_ins: Any) -> dict[str, Any]:
 
 
 def test_partials_of_minus_infinity_are_finished() -> None:
-    """In this test, one thread finishes a row: it adds all partials of the row in order. On a GPU, eight
+    """In this test, one thread finishes a row: it combines all partials of the row in order. On a GPU, eight
     threads share the partials of a row."""
     cute = types.SimpleNamespace(math=types.SimpleNamespace(
         exp=lambda x, fastmath: torch.exp(x), log=lambda x, fastmath=True: torch.log(x)

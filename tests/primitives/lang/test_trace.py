@@ -98,8 +98,8 @@ def test_parameters_may_come_in_any_order_and_go_unused() -> None:
 
 
 ERRORS: list[tuple[str, str, int, str]] = [
-    # Each entry: the expression or statement on line 5, the code, the line, and words of the message. Line 4
-    # is "h = gemm(x, w.mT)".
+    # An entry has the expression or statement on line 5, then the code of the error, the line that the error
+    # names, and words of its message. Line 4 is "h = gemm(x, w.mT)".
     ("return {}", "outputs", 5, "missing o"),
     ("return {'o': h, 'p': h}", "outputs", 5, "extra p"),
     ("return {'p': h}", "outputs", 5, "missing o; extra p"),
@@ -275,8 +275,8 @@ def test_rope_is_made_of_other_primitives() -> None:
 SUMS = "a size is made of static dims (parameters of the kernel) and whole numbers by + and *"
 SWEEP = "has only the accumulator, its vectors and scalars"
 MISUSES: list[tuple[str, str, int, str]] = [
-    # Each entry starts with the statement on line 5. Line 4 is "t = gemm(x, w.mT)". If the statement is no
-    # "return", the test returns its value.
+    # An entry has the same fields as in ERRORS. Line 4 is "t = gemm(x, w.mT)". Line 5 assigns the entry's
+    # expression to o, and line 6 returns o.
     ("head_sums(t)", "python", 5, "TypeError"),
     ("head_sums(t, 4)", "width", 5, "2*H*P is not divisible by 4"),
     ("head_sums(t, True)", "argument", 5, SUMS),

@@ -24,9 +24,9 @@ COLUMNS = {
     "2*F": "F",
     "H*W": "W",
     "2*H*P": "P",
-}  # keys: the columns of the examples' tile, in pairs or heads; values: the static dim
+}  # for each number of columns that an example's tile may have (pairs or heads), the static dim
 OUTPUTS = ("M, {0}", "M, F", "M, K", "M, H", "M, {1}", "M", "{0}")
-# the name of a primitive's operation in the program, if it differs from the primitive's name
+# for a primitive without an operation of its own name: an operation that it adds to the program
 NODES = {"pairs": "even", "rope": "sin"}
 
 
@@ -55,8 +55,8 @@ def test_a_page_says_shapes_dtypes_cost_and_family(name: str) -> None:
 
 
 def programs(lines: list[str]) -> Iterator[Program]:
-    """Yield the programs that an example traces to. The tile ``t`` consists of pairs or heads. The output may
-    have any of several shapes."""
+    """Trace an example with several widths of the tile ``t`` and several shapes of the output. Yield the
+    programs that are not refused."""
     result = lines[-1].partition(" = ")[0]
     for columns, static in COLUMNS.items():
         declared = {

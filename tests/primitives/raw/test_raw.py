@@ -128,8 +128,8 @@ def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.M
 
 
 def test_an_object_is_for_heads_of_one_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The path of an object depends on the width of heads, whether this width belongs to the kernel or to its
-    arguments. So an object for another width is never loaded."""
+    """The path of an object depends on the width of heads, even if this width occurs only in the kernel
+    itself or only in an argument. So an object that was compiled for another width is never loaded."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
     program = kernels.ROPE.program
@@ -248,8 +248,8 @@ def test_a_refusal_names_the_line_and_the_reason(
 
 
 def test_a_refused_edit_costs_no_new_compiler(built: Lowered) -> None:
-    """After a refused edit, only its confined child ends. The compiler process continues, and its scratch
-    folder is empty."""
+    """After a refused edit, only the confined child that tried to compile the edit ends. The compiler process
+    continues, and its scratch folder is empty."""
     refused(edited(LOOP, f"        raise SystemExit\n{LOOP}"))
     compiler = compiling._running
     assert compiler is not None
@@ -282,8 +282,8 @@ def _forever() -> dict[str, object]:
 
 
 def test_its_machine_code_stands_beside_its_lines(built: Lowered) -> None:
-    """The listing also assigns machine code to the lines of an edited text, which a confined child
-    compiles."""
+    """A listing assigns machine code to the lines of an edited text too, although a confined child compiles
+    this text."""
     text = built.text.replace(LOOP, f"        # nothing\n{LOOP}")
     step, *vectors = disassemble(KernelSource(PROGRAM, {0: ONE[0]}, edited=text), SIZES)
     lines = step.lines()

@@ -1,5 +1,5 @@
-"""Every cheat in edited CuTeDSL ends as its field ``ends`` says; a cheat that only a GPU can find compiles.
-The honest text, from which the cheats are made, gets the verdict checked."""
+"""Every cheat in edited CuTeDSL is compiled or refused as its field ``ends`` says. Cheats that only a GPU can
+detect compile. The honest text, which the cheats change, gets the verdict "checked"."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ Compile = Callable[..., dict[str, Any]]
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Yield a function that compiles a text. One process compiles all texts, so anything that a text leaves
     behind would affect the next text."""
-    # start the child process of the compile gate now, so that it imports its modules in the meantime
+    # also start the child process of the compile gate, so that it imports its modules while the process below
+    # starts
     _child()
     scratch = tmp_path_factory.mktemp("scratch")
     environment = _environment() | {

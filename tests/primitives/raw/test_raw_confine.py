@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 
 KERNELS = ROOT / "generated_kernels"
 
-# The program of a parent process. If one piece of work is called "build", the parent first compiles a kernel,
-# so that it has the compiler's threads and engine. It then forks a child for each piece of work, which is a
-# string of Python lines. Finally it prints the answers of all children, by name.
+# The program of a parent process. Each piece of work is a string of Python lines with a name. If one piece is
+# called "build", the parent first compiles a kernel, so that it has the compiler's threads and engine. Then
+# the parent forks a confined child for each piece. Finally it prints the children's answers, by name.
 PARENT = """
 import json, os, sys, threading, time, traceback, warnings
 from pathlib import Path
@@ -213,7 +213,8 @@ def _open(fd):
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the answers of the confined children of one process, by name of the work."""
+    """Run four pieces of work, each in a confined child of one process. Return the children's answers by the
+    names of the pieces, and the paths ``scratch`` and ``beside``."""
     scratch = tmp_path_factory.mktemp("scratch")
     places = {
         "home": str(Path.home()),

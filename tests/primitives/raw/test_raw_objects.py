@@ -55,7 +55,7 @@ HEADER, SECTION, SYMBOL, RELOCATION = "<16sHHIQQQIHHHHHH", "<IIQQQQIIQQ", "<IBBH
 
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Return the objects of a GEMM, of two edits of its text, and of a vector kernel, by name."""
+    """Compile a GEMM, two edits of its text, and a vector kernel. Return the object files by name."""
     target = tmp_path_factory.mktemp("objects")
     environment = os.environ | {
         "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a",
@@ -329,9 +329,9 @@ def test_shared_memory_that_no_launch_has_is_told(objects: dict[str, bytes], num
 def test_where_it_is_not_known_where_the_number_stands_a_difference_is_told(
     objects: dict[str, bytes],
 ) -> None:
-    """If the location of the number of shared-memory bytes is uncertain, a difference in this number is
-    refused. The code around the number then differs: another register, a block size in z other than 1, or an
-    address that is not 4 higher."""
+    """The instruction that stores the block size in z marks the place of the number of shared-memory bytes.
+    A difference in this number is refused if the instruction has another register, a value other than 1, or
+    an address that is not 4 lower."""
     assert same_host(objects["shallow"], objects["step"])
     for at, byte in ((1, b"\x82"), (2, b"\x10"), (6, b"\x02")):
         pair = [Forge(objects[name]) for name in ("shallow", "step")]

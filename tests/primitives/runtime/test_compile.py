@@ -71,7 +71,7 @@ REST = trace(
 def compiled(
     program: Program, schedules: tuple[Schedule, ...] = PROBES, **sizes: int
 ) -> dict[str, list[Resources]]:
-    """Return the compile reports of all kernels, by kernel."""
+    """Return the compile reports of all kernels, by the kernels' names."""
     found: dict[str, list[Resources]] = {}
     gemms = {gemm.name: gemm for gemm in lower(program).gemms}
     for resources in report(KernelSource(program), sizes, schedules):
@@ -121,9 +121,9 @@ def test_masks_scalars_selects_and_two_steps() -> None:
     assert len(vectors) == 2 and all(r.registers > 0 for configurations in vectors for r in configurations)
 
 
-# A program of two steps with the rest of the vocabulary. It computes statistics of heads from vectors and
-# scalars, repeats values in all ways, and uses memory of every width and dtype. It also has reductions of
-# every kind, indices, comparisons and an fp8 operand.
+# A program of two steps with the rest of the vocabulary. Its head statistics depend on vectors and scalars,
+# and per_head repeats a statistic, vectors and an input tile. Its tiles and vectors have all three widths and
+# many dtypes. It also has reductions of every kind, indices, comparisons and an fp8 operand.
 WIDE = trace(
     signature(
         {
@@ -210,7 +210,8 @@ def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatc
         64: [128], 96: [192], 40: [],
     }  # fmt: skip
     (other,) = (r for r in report(KernelSource(QK_NORM.program), {"P": 96}, (Schedule(),)) if r.schedule)
-    assert other.schedule and other.schedule["tile_n"] % 192 == 0  # none of the requested tiles fits
+    # the requested tile of 128 columns does not fit, so another tile was compiled
+    assert other.schedule and other.schedule["tile_n"] % 192 == 0
 
 
 def in_this_process(request: str) -> str:
@@ -220,7 +221,8 @@ def in_this_process(request: str) -> str:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Replace the Python interpreter of the compiler's process by a script, which each test writes."""
+    """Let the compiler's process run a script instead of Python. Return the path at which a test writes this
+    script."""
     script = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
@@ -414,7 +416,7 @@ def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatc
     chosen = Schedule(128, 160, True, 1, 2, evict_stores=True)
     other = chosen._replace(evict_loads=True)
     assert tune.compile_all(KernelSource(NORM.program), NORM.sizes, [(0, chosen)]) == [True]
-    # empty the table of compiled kernels: another process would know only the files in the cache
+    # empty the table of compiled kernels, as in a new process, which knows only the files in the cache
     monkeypatch.setattr(tune, "_compiled", {})
     asked = list[object]()
 

@@ -288,7 +288,7 @@ def test_an_update_is_written_into_the_inputs_own_tensor(calls, anywhere):
     calls.clear()
     outputs = kernel(**inputs)
     (_, (a, b, d, c, *_)) = calls[0]
-    # the kernel's store adds to the previous value in dw, so the launch does not load dw as c
+    # the kernel's store adds to the previous values in dw, so the launch does not also pass dw as c
     assert outputs["dw_new"] is inputs["dw"] is d and c is None
     assert same(a, inputs["dy"]) and a.shape == (200, 100) and b is inputs["x"]
 
@@ -384,8 +384,8 @@ def test_a_tile_that_pairs_do_not_fit_is_named(calls):
 
 @pytest.mark.parametrize("line", ["gemm(x, w, offsets)", "gemm(d.mT, x, offsets)"], ids=["rows", "own"])
 def test_experts_are_tuned_in_one_launch(calls, monkeypatch, tmp_path, line):
-    """The steps of products with offsets refuse a schedule with two launches. Tuning once tried such
-    schedules in its second round and failed."""
+    """A GEMM with offsets, in which rows belong to experts, refuses a schedule with two launches. Tuning once
+    tried such schedules in its second round and failed."""
     shape = kernels.tensor
     inputs = {"x": shape("T, K"), "offsets": shape("E + 1", "int32")}
     inputs |= {"w": shape("E, K, N")} if "w" in line else {"d": shape("T, N")}
@@ -394,8 +394,8 @@ def test_experts_are_tuned_in_one_launch(calls, monkeypatch, tmp_path, line):
     sizes = {"T": 4096, "K": 2048, "N": 2048, "E": 4}
     (gemm,) = lower(program).gemms
     start = candidates(gemm, sizes)
-    # The test needs outputs that are not small. Small outputs have no schedule with two launches, so a test
-    # with small outputs would show nothing.
+    # The test needs a large output: for a small output, tuning tries no schedule with two launches, so the
+    # test would show nothing. Only a small output has candidate tiles of 64 columns.
     assert not any(s.tile_n == 64 for s in start)
     rounds = []
 
@@ -451,8 +451,8 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", kernels.EXAMPLES)
 def test_two_launches_of_a_step_share_its_rows(name, calls, monkeypatch):
-    """Each launch gets its part of every tensor with an axis along M; the cut is where a tile ends. All other
-    tensors are passed whole."""
+    """A tensor with an axis along the rows is cut where a tile ends, and each launch gets one of the two
+    parts. Both launches get every other tensor whole."""
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", {1: 8, 4: 1}.__getitem__)
     program, split = kernels.EXAMPLES[name].program, Schedule(128, 128, True, 2, 2, split=True)
     gemms = lower(program).gemms

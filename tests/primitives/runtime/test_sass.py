@@ -75,8 +75,8 @@ def test_a_real_compile(listings: tuple[Listing, ...], monkeypatch: pytest.Monke
     assert next(iter(listing.source.values())).startswith(f"class {listing.kernel}(")
     lines = listing.lines()
     assert lines.keys() <= listing.source.keys()
-    # A thread has 128 of a 128x128 tile's accumulators, that is 64 pairs. For each pair, a line that calls
-    # sigmoid computes one exponential and one reciprocal.
+    # A thread holds 128 accumulators of a 128x128 tile, which are 64 pairs. For each pair, a line that calls
+    # sigmoid computes one exponential and one reciprocal: 128 MUFU instructions.
     of_sigmoid = [lines[number]["MUFU"] for number, line in listing.source.items() if "= sigmoid(" in line]
     assert of_sigmoid == [128, 128]
     (product,) = (number for number, line in listing.source.items() if "n5_0 = (" in line)

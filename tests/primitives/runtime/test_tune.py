@@ -1,4 +1,4 @@
-"""The search for a schedule, with times that the tests define: these tests need no GPU and no clock."""
+"""The search for a schedule. The tests define the time of each schedule, so they need no GPU and no clock."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def kernel() -> GemmKernel:
 
 
 class Course:
-    """A race in which a function gives the time of each schedule. ``fields`` records the schedules of each
-    race."""
+    """Runs races without a GPU: the function ``milliseconds`` gives the time of each schedule. ``fields`` has
+    the schedules of each race so far."""
 
     def __init__(self, milliseconds: Callable[[Schedule], float]) -> None:
         self.milliseconds, self.fields = milliseconds, list[list[Schedule]]()
@@ -57,7 +57,7 @@ def test_a_tile_that_is_best_at_its_own_group_size_is_found(kernel: GemmKernel) 
     def milliseconds(s: Schedule) -> float:
         if s == wide:
             return 0.9
-        # except for ``wide`` itself, this tile is faster than the other tiles, whatever the cluster
+        # apart from ``wide``, a pingpong tile of 128x128 is faster than all others, whatever its cluster
         if (s.tile_m, s.tile_n, s.pingpong) == (128, 128, True):
             return 1.0 + s.swizzle / 1e4
         return 1.1 if s._replace(swizzle=16, evict_loads=True) == wide else 1.2
@@ -75,7 +75,8 @@ def test_the_very_best_is_tried_on_a_cluster_of_four(kernel: GemmKernel) -> None
 
 
 def test_the_best_tiles_are_tried_in_two_launches(kernel: GemmKernel) -> None:
-    """The second-best tile is tried too, because only a race shows which tile gains from two launches."""
+    """The second-best tile is tried in two launches too, because only a race shows which tile gains from
+    them."""
     best = Schedule(192, 128, True, 2, 2, 16, deep=True, split=True)
 
     def milliseconds(s: Schedule) -> float:
@@ -118,7 +119,7 @@ def test_what_was_good_is_revisited_in_two_launches_and_where_it_fits(kernel: Ge
     assert {s.swizzle for s in again[2:]} == {*tune.SPLIT_GROUPS}
     assert (
         tune.revisited(kernel, SIZES, known, start, edited=True) == known
-    )  # the kernel before the edit has raced the two-launch variants
+    )  # two-launch variants have been raced with the kernel before the edit
     (heads,) = lower(kernels.QK_NORM.program).gemms
     sizes = {"M": 16384, "K": 2048, "H": 32, "P": 32}
     # a tile of 160 columns cuts a head
@@ -238,5 +239,5 @@ def test_load_counts_until_it_has_cooled_off() -> None:
     for _ in range(4):
         with load.more() as before:
             followed.append(round(before, 3))
-    # after the second block, 3 s of load count as only 2 s, and half a second of rest leaves 1 s
+    # the second block brings the load to 3 s, of which at most 2 s count; half a second of rest cancels 1 s
     assert followed == [0.0, 0.7, 1.0, 0.0]

@@ -1,5 +1,5 @@
-"""The users of a workspace take turns. The users are threads that call one kernel, streams, and processes
-that tune."""
+"""Threads and streams that call one kernel take turns with its workspace. Processes that need the same tuning
+take turns with the cache."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def sizes_of(signature: Signature, inputs: dict[str, torch.Tensor], given: Any) 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each launch adds its thread's id. During a launch, other threads may run."""
+    """Return a list to which each launch adds its thread's id. A launch sleeps, so that other threads run."""
     found: list[int] = []
 
     def stand_in(lowered: Any, kernel: Any, *rest: Any) -> Callable[..., None]:

@@ -165,7 +165,7 @@ def test_workers_end_with_their_parent(tmp_path: Path, by: signal.Signals):
         assert eventually(lambda: not alive(worker))
         assert by == signal.SIGKILL or eventually(lambda: not alive(forked))
     finally:
-        # if the parent was killed, the kernel signals only the worker, not the worker's child
+        # if the parent was killed, Linux signals only the worker, not the worker's child
         if alive(forked):
             os.kill(forked, signal.SIGKILL)
 
@@ -186,8 +186,8 @@ def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):
 def test_a_gpu_worker_of_another_environment_is_not_given_our_pythonpath(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With our PYTHONPATH, the worker would import packages from this path before the packages of its own
-    environment."""
+    """With the PYTHONPATH of this process, the worker would import packages from that path instead of those
+    in its own environment."""
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)
