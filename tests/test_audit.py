@@ -120,8 +120,8 @@ def test_a_candidate_in_a_process_that_the_verifier_starts_is_heard(files: tuple
 
 
 def test_a_candidate_that_a_thread_runs_is_heard(files: tuple[Path, Path, Path]) -> None:
-    """The thread's stack has no frame of the code that submitted the candidate; that frame is in another
-    thread."""
+    """The thread's stack has no frame of the code that submitted the candidate, because this code runs in
+    another thread. The audit reports the candidate because the thread does nothing else."""
     (said,) = heard(files, "trace(); ThreadPoolExecutor(1).submit(exec, text, {}).result()").violations
     assert "a thread that does nothing else" in said
 
@@ -142,8 +142,8 @@ assert workers.run_all(task.execute, [text]) == [True]
 
 
 def test_a_candidate_in_a_worker_of_ours_is_heard(files: tuple[Path, Path, Path]) -> None:
-    """The candidate runs in one of the product's worker processes, which compile in parallel. Below the
-    worker's task, the stack holds only frames of ``primitives``."""
+    """The candidate runs in one of the product's worker processes, which usually compile kernels. All of the
+    project's frames on such a worker's call stack belong to ``primitives``."""
     files[0].with_name("task.py").write_text("def execute(text):\n    exec(text, {})\n    return True\n")
     found = heard(files, "trace()\n" + WORKING)
     assert len(found.candidates) == 1 and found.processes == 2
@@ -151,8 +151,8 @@ def test_a_candidate_in_a_worker_of_ours_is_heard(files: tuple[Path, Path, Path]
 
 
 def test_the_confined_child_may_run_an_edited_text(files: tuple[Path, Path, Path]) -> None:
-    """The product forks a confined child process for edited text, and this child may run the text. The
-    child's frames belong to ``primitives``, and the first frame belongs to the confinement."""
+    """The product forks a confined child process for an edited text, and this child may run the text. The
+    child's frames belong to ``primitives``. The audit recognizes the child by its first function."""
     code = "def work():\n    planted.__name__ = 'coda_agent.primitives.planted'\n    planted.run(text)\n"
     code += "    return {'ran': 1}\n"
     code += (
@@ -185,8 +185,8 @@ def test_a_child_with_an_environment_of_its_own_is_watched(files: tuple[Path, Pa
 
 
 def test_the_jails_own_child_holds_no_hook(files: tuple[Path, Path, Path]) -> None:
-    """The jail's child has no audit hook, because candidates may run there. A hook would also take too long,
-    as the child runs for only 50 ms."""
+    """The jail's child process has no audit hook, because candidates may run there. The child runs for only
+    50 ms, so loading a hook would also take too long."""
     assert heard(files, "trace()").processes == 1
 
 

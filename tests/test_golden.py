@@ -1,8 +1,8 @@
-"""Evidence must not change after the measurement that it describes. The tests compare hashes of everything to
-which a report or a recording is bound.
+"""Evidence must not change after the measurement that it describes. Reports and recordings are bound to
+specs, programs, texts and files. The test compares the hashes of all of these with ``golden.json``.
 
-For a new kernel, add its hashes: ``PYTHONPATH=tests/support python tests/test_golden.py`` rewrites
-``golden.json``. A person reviews the change.
+After adding a kernel, run ``PYTHONPATH=tests/support python tests/test_golden.py``, which rewrites
+``golden.json`` with the kernel's hashes. A person reviews the change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RESULTS = ROOT / "docs" / "comparison"
 
 
 def computed() -> dict[str, dict[str, str]]:
-    """Return hashes by group and name: hashes of specs, programs, lowered and edited texts, and of the bytes
-    of files."""
+    """Return hashes by group and name. They are the hashes of specs, of programs, of lowered or edited texts,
+    and of the bytes of whole files."""
     specs = {p.stem: load(p, check=False) for p in sorted(SPECS.glob("*.yaml"))}
     golden = {
         "spec": {name: spec.hash for name, spec in specs.items()},

@@ -55,7 +55,7 @@ def modules_after(code: str, *flags: str) -> set[str]:
 
 
 def ours(modules: set[str]) -> set[str]:
-    """Return those of ``modules`` that belong to the project, without the packages that contain them."""
+    """Return the project's modules among ``modules``, without packages that contain another such module."""
     own = {m for m in modules if m.partition(".")[0] == "coda_agent"}
     return {m for m in own if not any(other.startswith(f"{m}.") for other in own)}
 

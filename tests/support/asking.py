@@ -61,7 +61,7 @@ class Purse:
 
 @dataclass
 class Night:
-    """A fake clock. Its time passes only in ``sleep``."""
+    """A fake clock, whose time passes only in ``sleep``. ``waits`` records the sleeps."""
 
     now: float = 1000.0
     waits: list[float] = field(default_factory=list)

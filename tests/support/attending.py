@@ -17,8 +17,8 @@ from pathlib import Path
 from checkout import ROOT
 from waiting import eventually
 
-# A test suite in the background ignores SIGINT, and its child processes inherit this. The program therefore
-# restores the handler of SIGINT.
+# A test suite that runs in the background ignores SIGINT, and its child processes inherit this setting. The
+# program below therefore restores Python's handler of SIGINT.
 INTERRUPTIBLE = """
 import signal
 from coda_agent.agent.cli.main import main
@@ -65,8 +65,8 @@ def going(
 
 @dataclass
 class Terminal:
-    """A pseudo-terminal. The process under test uses the end ``theirs``. ``seen`` is the output of this
-    process so far, without escape sequences."""
+    """A pseudo-terminal. The test reads from the end ``ours``; the process under test uses the end
+    ``theirs``. ``seen`` is the output so far, without escape sequences."""
 
     ours: int
     theirs: int
@@ -90,8 +90,8 @@ class Terminal:
 
 @contextmanager
 def terminal() -> Iterator[Terminal]:
-    """Yield a terminal whose output a thread reads continuously. Otherwise the terminal's buffer could fill
-    up, and a process that writes to it would wait."""
+    """Yield a terminal. A thread reads the terminal's output continuously. Otherwise the terminal's buffer
+    could fill up, and the process under test would wait."""
     made, over = Terminal(*pty.openpty()), threading.Event()
 
     def read() -> None:

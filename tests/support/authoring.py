@@ -88,9 +88,9 @@ TWICE = TOY_KERNEL.replace("gemm(a, b)", "2 * gemm(a, b)")
 # a different program, equally correct
 TURNED = TOY_KERNEL.replace("gemm(a, b) * per_row(v)", "per_row(v) * gemm(a, b)")
 
-# Honest kernels of shipped specs. For the kernels from ``operators``, other tests work out texts and counts
-# by hand. The wording of the last three kernels differs from every generated kernel, and
-# tests/verifier/test_verify.py plants mistakes in these three.
+# Honest kernels of shipped specs. For the kernels from ``operators``, other tests compare counts and lowered
+# texts with values worked out by hand. The last three kernels are worded differently from every generated
+# kernel. tests/verifier/test_verify.py plants mistakes in these three kernels.
 HONEST = {name: operators.source_of(name) for name in operators.BODIES} | {
     "gemm_residual_partial_rmsnorm": """\
 from primitives import gemm, kernel, per_column, row_sums, sqrt
@@ -122,8 +122,8 @@ def gemm_swiglu_bwd(dy, w_down, z):
 
 
 def kernel_of(name: str) -> str:
-    """Return the accepted kernel of a shipped spec. If the spec has none yet, return an honest kernel of the
-    tests."""
+    """Return the accepted kernel of a shipped spec. If the spec has no accepted kernel yet, return its kernel
+    in tests/honest."""
     if name in ACCEPTED:
         return (KERNELS / f"{name}.py").read_text(encoding="utf-8")
     return next((TESTS / "honest" / name).glob("*.py")).read_text(encoding="utf-8")
@@ -160,7 +160,7 @@ class Scripted:
 
 @dataclass
 class Notes:
-    """A listener that records what it hears."""
+    """A listener that records the attempts, gates, verdicts, tools and costs of a run."""
 
     attempts: list[int] = field(default_factory=list)
     gates: list[str] = field(default_factory=list)
@@ -225,13 +225,13 @@ def _quack(tile: tuple[int, int], pingpong: bool, cluster: tuple[int, int], swap
     }
 
 
-# the last race of QuACK's own tuner, with the faster configuration first
+# the two schedules that QuACK's own tuner timed last, the faster one first
 QUACK = (_quack((128, 192), True, (2, 1), True), _quack((256, 128), False, (1, 2), False))
 
 
 def timing(case: Case, speedup: float = 1.3) -> Timing:
-    """Return invented figures of one case. The three processes differ, so that the intervals reach 4 % to
-    either side."""
+    """Return invented figures of one case. The three processes differ, so that the confidence intervals reach
+    4 % to either side."""
     own = ((2.0,) * FEWEST,) * 3
     rivals = {
         arm: tuple((2.0 * ratio * factor,) * FEWEST for factor in (0.98433, 1.0, 1.01592))
@@ -352,8 +352,8 @@ HEADER: dict[str, Any] = {
 def make_run(
     spec: Path, source: str = TOY_KERNEL, found: Measured | Rejected | None = None, **header: Any
 ) -> str:
-    """Create a run on disk and return its name. The run has one attempt, with the verdict checked. If
-    ``found`` is given, it is the result of the attempt's measurement."""
+    """Create a run on disk and return the run's name. The run has one attempt, whose verdict is "checked". If
+    ``found`` is given, the run also has a measurement with this result."""
     run = runs.start(spec, HEADER | header)
     with run.journal as journal:
         program = program_of(run.spec, source)
@@ -369,7 +369,7 @@ def make_run(
 
 
 def accepted_run(spec: Path, source: str = TOY_KERNEL, **header: Any) -> str:
-    """Create a run like ``make_run``, with a kernel that was measured and is fast enough."""
+    """Create a run like ``make_run``, whose kernel was measured and is fast enough."""
     loaded = load(spec, check=False)
     return make_run(spec, source, measured(loaded, program_of(loaded, source)), **header)
 

@@ -1,4 +1,4 @@
-"""Output lines of the `claude` command, without the fields that nothing reads.
+"""Output lines of the `claude` command, without the fields that the claude-code provider does not read.
 
 Claude Code 2.1.330 printed such lines on 2026-11-22, when the claude-code provider ran it against a Messages
 API on loopback. No subscription was used.
@@ -61,13 +61,14 @@ def response(*texts: str, stop: str | None = "end_turn") -> list[dict[str, Any]]
 
 
 def goes_on(words: str) -> dict[str, Any]:
-    """Return the message by which the command itself tells the model to continue."""
+    """Return the message with which the command, and not the user, tells the model to continue."""
     message = {"role": "user", "content": [{"type": "text", "text": words}]}
     return {"type": "user", "message": message, "parent_tool_use_id": None, "isSynthetic": True}
 
 
 def printed(*lines: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan of a stand-in that prints these lines. The last line is the command's final result."""
+    """Return what a stand-in for the command has to do: print these lines, then exit. The last line is the
+    command's final result."""
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     return {"stdout": text, "status": int(lines[-1].get("is_error", False))}
 

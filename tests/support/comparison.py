@@ -62,8 +62,8 @@ def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> ArmResult:
 def session(
     arms: Mapping[str, ArmResult], operator: str = "gemm_rope", case: str = "7B", **changes: Any
 ) -> Session:
-    """Return the session of one row in one process. The reference arm is cuBLAS's bare matmul. It takes
-    1 ms, unless ``arms`` replaces this arm."""
+    """Return the session of one row in one process. The reference arm is cuBLAS's bare matmul, which takes
+    1 ms unless ``arms`` replaces this arm."""
     given: dict[str, Any] = {
         "sizes": {"M": 16384, "N": 4096, "K": 4096},
         "question": "0",
@@ -106,9 +106,9 @@ def line(
 
 
 def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:
-    """Return results for ``rows``, which are pairs (operator, case). Some arms failed or are absent. A row
-    has sessions of two complete processes and of one process with an outdated kernel. For most operators,
-    another process measures a single column."""
+    """Return results for ``rows``, which are pairs (operator, case). Some arms failed or are absent. Each row
+    has three or four sessions, each in its own process. One session timed an outdated kernel, and two are
+    complete. For most operators, a fourth session timed a single column beside the reference arm."""
     operators = {operator for operator, _ in rows}
     found = [s for place, row in enumerate(rows) for s in _sessions(place, *row, SIZES[row[1]])]
     absent = {name: {FLASHINFER: FLASHINFER_REASON} for name in operators}

@@ -1,5 +1,5 @@
-"""A stand-in for a GPU: the workers of a comparison return invented figures, and fail if a test says
-so."""
+"""A stand-in for a GPU. The workers of a comparison return invented figures, or fail if a test asks for a
+failure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Machine:
         self.compiler_dies = False
         self.tuning_kills: set[str] = set()
         self.deadly: set[str] = set()
-        # interpreters for which the GPU lacks memory before the first arm
+        # interpreters whose sessions run out of GPU memory before the first arm
         self.crowded: set[str | None] = set()
         self.broken: dict[str, str] = {}
         self.gone = False  # whether the GPU has become unusable
@@ -72,9 +72,9 @@ class Machine:
         self.ceilings = 0  # how often the ceilings were measured
         self.seconds, self.now = 0.0, 0.0  # the seconds that a session takes, and the current time
         self.prepared = 0.0  # the seconds that an arm reports
-        self.slow: dict[str, float] = {}  # the seconds of a session that has this arm or this layer
+        self.slow: dict[str, float] = {}  # by arm or layer: the seconds that its session takes
         self.opened: list[Seat] = []
-        self.ready: list[int] = []  # for each session, the number of workers that were open when it began
+        self.ready: list[int] = []  # for each session, the number of workers created by its start
 
     def __call__(self, python: str | None = None, ahead: tuple[str, ...] = ()) -> Any:
         self.opened.append(Seat(self, python, ahead))

@@ -53,8 +53,8 @@ def evaluate(program: Program, inputs: Tensors, sizes: Mapping[str, int]) -> dic
 def backward(
     program: Program, derived: Derived, memory: Tensors, sizes: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Return all gradients by name. ``memory`` holds the inputs and outputs of the forward, and the gradients
-    of these outputs."""
+    """Return all gradients by name. ``memory`` holds the inputs and outputs of the forward program, and the
+    gradients of these outputs."""
     known = dict(memory)
     if derived.saves:
         known |= evaluate(program._replace(outputs=dict(derived.saves)), memory, sizes)

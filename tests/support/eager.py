@@ -1,6 +1,7 @@
 """The meaning of a kernel file without the tracer: its source runs on fp64 values, and nothing is rounded.
 
-This implementation is independent of ``primitives``. Both implementations run the same text of a kernel.
+This implementation is independent of ``primitives``, so tests compare the two. Both implementations run the
+same kernel file.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Eager:
-    """A value in fp64. ``head`` is "statistic" for a statistic of heads, and "spread" after the statistic was
-    spread over columns. It is "repeated" for a value that every head reads, and "" for a plain value."""
+    """A value in fp64. ``head`` is "statistic" for a statistic of heads, "spread" for such a statistic after
+    ``per_head``, "repeated" for another value after ``per_head``, and "" for a plain value. In
+    a tile, each column of a "spread" value fills one head; all heads contain the same "repeated" value."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -83,8 +85,9 @@ setattr(Eager, "__pow__", calculate(lambda a, b: a**b))  # noqa: B010
 
 
 def _gemm(a: Eager, b: Eager, offsets: Eager | None = None, index: Eager | None = None) -> Eager:
-    """Return the product of ``a`` and ``b``. With offsets, multiply each row by the matrix of its
-    expert, or compute one matrix for each expert from this expert's rows."""
+    """Return the product of ``a`` and ``b``. With offsets, each token belongs to an expert. If ``b`` has one
+    matrix per expert, multiply each token's row of ``a`` by its expert's matrix. Otherwise return one matrix
+    per expert, summed over the expert's tokens. ``index`` selects rows of ``a``."""
     if index is not None:
         a = Eager(torch.stack([a.value[token] for token in index.value.long().tolist()]))
     if offsets is None:

@@ -1,5 +1,5 @@
-"""A Messages API on loopback that follows a script with one reply for each request: answers, errors, broken
-streams."""
+"""A fake Messages API on loopback. A script holds one reply for each request: an answer, an error or a broken
+stream."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def counts(tokens: int) -> Reply:
 
 
 def describes(adaptive: bool = True, max_tokens: int = 64_000) -> Reply:
-    """Return a description of a model, with or without adaptive thinking."""
+    """Send a description of a model, with or without adaptive thinking."""
     thinking = {
         "supported": True,
         "types": {"adaptive": {"supported": adaptive}, "enabled": {"supported": True}},
@@ -216,7 +216,7 @@ def nothing(handler: _Handler) -> None:
 
 def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "", cut: bool = False) -> Reply:
     """Send an answer with text, thinking and tool calls. A call is a pair (name, input). If ``cut`` is true,
-    the answer ends at max_tokens, within an input."""
+    the answer stops for max_tokens in the middle of each call's input."""
 
     def reply(handler: _Handler) -> None:
         handler.begin(text)

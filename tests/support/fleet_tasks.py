@@ -14,7 +14,8 @@ from coda_agent.verifier.gpu.worker import report
 
 
 def kill_seat_once(marker: str) -> dict[str, Any]:
-    """Kill the Ray process that holds this slot, but only the first time."""
+    """Kill the Ray process that holds this slot, but only on the first call. The file ``marker`` records this
+    call."""
     if not Path(marker).exists():
         Path(marker).touch()
         os.kill(os.getppid(), signal.SIGKILL)
@@ -35,8 +36,8 @@ def fill_cache(size: int) -> dict[str, Any]:
 
 
 def tune_toy(asked: dict[str, str]) -> dict[str, Any]:
-    """Compile an accepted program with the probe schedules, as a tuning compiles its schedules. Count the
-    schedules that were not compiled before."""
+    """Compile an accepted program with the probe schedules, as the tuner compiles its schedules. Return how
+    many schedules were not compiled before, and the results of the compilation."""
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.primitives.compiler.probe_schedules import PROBES
     from coda_agent.primitives.lang.ir import Program
@@ -53,8 +54,8 @@ def large(size: int) -> dict[str, Any]:
 
 
 def surroundings(_: object) -> dict[str, Any]:
-    """Return the surroundings of a piece: its GPUs, the secrets in its environment, its clock and its
-    node."""
+    """Return the GPUs that a piece of work may use, the names of secrets in its environment, its clock's time
+    and its node."""
     return {
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "secrets": [name for name in os.environ if "KEY" in name or "TOKEN" in name],

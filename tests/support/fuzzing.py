@@ -28,7 +28,7 @@ DEEP = 400  # levels of nesting
 
 
 class Damage:
-    """Damages one input; the seed determines how."""
+    """Random damage to valid data. The seed determines the damage."""
 
     def __init__(self, seed: str):
         self.random = random.Random(seed)
@@ -64,7 +64,7 @@ class Damage:
         )
 
     def text(self, sound: str) -> str:
-        """Return the text with damaged lines, or with damaged bytes that are decoded again."""
+        """Return the text with damaged lines, or the text decoded from damaged bytes of the original."""
         if self.random.random() < 0.5:
             return self.bytes(sound.encode()).decode("utf-8", "replace")
         return self.lines(sound)

@@ -14,8 +14,8 @@ from coda_agent.primitives.system.files import cache_dir
 
 @contextmanager
 def gpu_taken(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], object]) -> Iterator[list[bool]]:
-    """Hold the GPU's lock until the command under test waits for this lock. Yield a list. Each wait adds an
-    entry: True if the command had begun to measure, otherwise False."""
+    """Hold the GPU's lock until the command under test waits for this lock. Yield a list, to which each wait
+    adds an entry. The entry is true if the command had already begun to measure, as ``begun()`` tells."""
     lock = FileLock(cache_dir() / "gpu.lock")
     waited: list[bool] = []
 

@@ -247,7 +247,8 @@ FP8 = Example(
     ("return {'y': gemm(x, w.mT) * per_row(sx) * per_column(sw)}",),
     {"M": 24, "K": 32, "N": 48},
 )  # fmt: skip
-# Tiles, vectors and reductions of each width for which the lowered text uses no bulk copy.
+# Tiles, vectors and reductions that are half or twice as wide as the GEMM. No loaded or stored tile has the
+# GEMM's own width, so the lowered text uses no bulk copy.
 WIDTHS = Example(
     signature(
         {"x": tensor("M, K"), "w": tensor("2*F, K"), "half": tensor("M, F"), "wide": tensor("M, 4*F", "fp32"),
@@ -275,8 +276,8 @@ EXAMPLES = {
 
 
 def draw(signature: Signature, sizes: dict[str, int], seed: int = 0) -> Tensors:
-    """Draw normal inputs, scaled by 0.4 so that a product over these sizes stays near one. Indices lie
-    between -3 and the largest size plus 2, so some are out of range."""
+    """Draw normal inputs, scaled by 0.4 so that the results of a GEMM at these sizes stay near one. Indices
+    lie between -3 and the largest size plus 2, so some indices are out of range."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
     for name, declared in signature.inputs.items():

@@ -47,16 +47,16 @@ from coda_agent.verifier.spec.model import Spec
 
 MODEL = "claude-opus-5-5"
 READ, WRITTEN = 1000, 500  # tokens that each request reserves
-REFUSED = 3  # in the cast ``Kernel``, the first request of this turn is refused
-VOID = "void/3/0"  # the key of the event that records the void measurement of turn 3
+REFUSED = 3  # the turn whose first request is refused, in the cast ``Kernel``
+VOID = "void/3/0"  # the key of the event that records the void measurement of attempt 3
 FAILED = Usage(700, 30)  # the usage of a failed request of the cast ``Edit``
 
 
 @dataclass(frozen=True)
 class Errand:
     """A command, and the ``point`` at which its process is killed: "before KIND" or "after KIND", where KIND
-    is a kind of event. ``cast``: the class in this module that supplies the stand-ins; ``kernels``: the
-    folder used instead of generated_kernels/."""
+    is a kind of event. With the default point, the process is not killed. ``cast``: the class in this module
+    that supplies the stand-ins; ``kernels``: the folder used instead of generated_kernels/."""
 
     arguments: Sequence[str]
     cast: str
@@ -92,7 +92,7 @@ class Kernel:
         class Refused(Scripted):
             def next_turn(self, question: Question) -> Turn:
                 charge = question.meter.reserve(MODEL, READ, WRITTEN)
-                if question.number == REFUSED:  # an overloaded server refuses; the request costs nothing
+                if question.number == REFUSED:  # as by an overloaded server, so the request costs nothing
                     note("refused")
                     charge.settle(Usage())
                     question.meter.reserve(MODEL, READ, WRITTEN)
@@ -120,8 +120,8 @@ class Kernel:
 
 @dataclass
 class Edit:
-    """A run that edits the text of an accepted kernel, and edits it again in another round. Every request
-    fails until the journal records that the run stopped. There is no GPU."""
+    """A run that edits the lowered text of an accepted kernel, and edits the text again in a second round.
+    Every request fails until the journal records that the run stopped. There is no GPU."""
 
     note: Callable[[str], None]
 
@@ -154,8 +154,8 @@ class Edit:
 
 
 def kill_at(point: str) -> None:
-    """Kill this process just before or just after the first new event of a kind, as ``point`` says (see
-    ``Errand``)."""
+    """Prepare to kill this process just before or just after it commits the first new event of a kind.
+    ``point`` is "before KIND" or "after KIND"."""
     real = journal.Journal.once
 
     def once(

@@ -1,5 +1,5 @@
-"""Functions of the package ``fused``, and the same functions in plain PyTorch, at small sizes, for any
-dtype."""
+"""Functions of the package ``fused`` at small sizes, each with an equivalent function in plain PyTorch. The
+tensors may have any dtype."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ PARTS = {
 
 
 def gradients(function: Function, given: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
-    """Return the function's result, and a gradient for each leaf tensor that requires one. The gradients are
-    those of a randomly weighted sum of the result."""
+    """Return the function's result, and the gradient of each leaf tensor that requires a gradient. The
+    differentiated scalar is a randomly weighted sum of the result."""
     result = function(**given)
     weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed)).to(result)
     wanted = {n: t for n, t in given.items() if t.requires_grad}

@@ -1,9 +1,9 @@
 """Run lowered text lane by lane, with Python in place of CuTeDSL.
 
 A fragment is a list of columns; a column holds all rows. The whole matrix is one CTA tile. Beyond the edge of
-the matrix, accumulators and bulk loads are zero, and vectors spread over the tile are NaN. A load that
-threads address themselves returns the value at the edge. With these values, a missing mask changes the
-result.
+the matrix, accumulators and bulk-loaded tiles hold zeros, and a broadcast vector holds NaN. A load whose
+address each thread computes itself returns the value at the edge. Because of these values, a missing mask
+changes the result.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Heads:
 
 @dataclass
 class LogSumExp:
-    """A model of the reduction that the mainloop does itself. The reduction leaves out lanes past the edge
-    and overwrites the fragment that ``fold`` receives."""
+    """A model of the log-sum-exp along rows, which a class of QuACK implements and not the lowered text. The
+    reduction leaves out lanes past the edge, and overwrites the fragment that ``fold`` receives."""
 
     place: Place
     blocks: list[torch.Tensor] = field(default_factory=list)
@@ -98,8 +98,8 @@ class LogSumExp:
 
 @dataclass
 class Select:
-    """A model of the selection that the mainloop does itself. If a row's index is not a valid column, the
-    selection writes nothing for this row."""
+    """A model of the selection of one value per row, which a class of QuACK implements and not the lowered
+    text. If a row's index is not a valid column, the selection writes nothing for this row."""
 
     place: Place
     index: torch.Tensor
@@ -135,7 +135,7 @@ class Vector:
 
 
 class Number(torch.Tensor):
-    """A register of a vector kernel. Storing the register to memory converts it."""
+    """A register of a vector kernel. The value is converted only when it is stored in memory."""
 
     def to(self, *args: Any) -> Any:  # type: ignore[override]
         return self if args == (Vector.element_type,) else super().to(*args)
@@ -305,7 +305,7 @@ class Machine:
         self.types = program.types()
         self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(program.nodes) if n.op == "input"}
         self.partials: dict[tuple[int, int], torch.Tensor] = {}
-        self.combines: dict[str, Callable[..., torch.Tensor]] = {}  # by argument; each reduces over rows
+        self.combines: dict[str, Callable[..., torch.Tensor]] = {}  # by argument: the reduction over rows
         self.thread = 0
         functions = {
             f.__name__: _unary(f) for f in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh)
@@ -330,8 +330,8 @@ class Machine:
         return [d(self.sizes) for d in self.types[node].shape]
 
     def number(self, argument: Argument) -> torch.Tensor:
-        """Return the size that the argument's node names; if the argument is an extent, return the node's
-        number of columns."""
+        """Return the number of columns of the argument's node if the argument is an extent. Otherwise return
+        the size that the node names."""
         if argument.role == "extent":
             return fp32(self.shape(argument.node)[1])
         return fp32(Dim.parse(str(self.program.nodes[argument.node].attribute))(self.sizes))
@@ -370,14 +370,14 @@ class Machine:
         if kernel.d:
             self.store(kernel.d, accumulator, place)
         assert made.EpilogueArguments == (kernel.adds is not None)
-        if kernel.d and kernel.adds is not None:  # add in memory, where the sum so far is stored
+        if kernel.d and kernel.adds is not None:  # the buffer holds an earlier sum; the GEMM adds to it
             self.memory[kernel.d.node] += self.memory[kernel.adds]
         for argument in kernel.arguments:
             if argument.role == "partial" and argument.rank > 1:
                 self.keep(argument, resources[argument.name], place)
 
     def resource(self, argument: Argument, kind: tuple[Any, ...], kernel: GemmKernel, place: Place) -> Any:
-        """Return the object that the visitor receives for an argument."""
+        """Return the object that ``epi_visit_subtile`` receives for an argument."""
         match argument.role:
             case "load":
                 return self.lanes(argument, place)
@@ -419,8 +419,8 @@ class Machine:
         raise ValueError(kind)
 
     def keep(self, argument: Argument, running: Any, place: Place) -> None:
-        """Store partials as the mainloop leaves them. Column partials are combined over all rows of the
-        tile."""
+        """Store partial results in the form in which a GEMM kernel leaves them. Column partials are combined
+        over all rows of the tile."""
         if isinstance(running, Lanes):
             combine = self.combines[argument.name]
             kept = torch.stack([combine(fp32(v), dim=0) for v in running.lanes[: place.columns]])
@@ -454,17 +454,17 @@ class Machine:
 
     def vectors(self, kernel: VectorKernel) -> None:
         if kernel.name.startswith("Bounds"):
-            return  # this model assumes correct offsets
+            return  # this kernel clamps wrong offsets; here all offsets are correct
         given = [self.given(argument) for argument in kernel.arguments]
         (length,) = self.shape(kernel.length)
-        for row in range(length + 3):  # a grid of threads also extends past the last value
+        for row in range(length + 3):  # as on a GPU, some threads lie past the last value
             self.thread = 8 * row
             self.module[kernel.name]().kernel(*given)
         for argument, vector in zip(kernel.arguments, given, strict=True):
             if argument.role == "out":
                 self.memory[argument.node] = vector.values
             elif argument.role == "partial" and argument.rank == 1:
-                assert bool((vector.values == LOWEST).all())  # the kernel has reset them for the next call
+                assert bool((vector.values == LOWEST).all())  # the kernel resets partials for its next call
 
     def given(self, argument: Argument) -> Any:
         match argument.role:

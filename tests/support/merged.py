@@ -15,8 +15,8 @@ MERGED = [
 
 
 def calls(arity: int) -> tuple[str, ...]:
-    """Return one call of each primitive that takes ``arity`` arguments. The values ``{0}`` and ``{1}`` are
-    clamped to the primitive's domain."""
+    """Return the text of one call for each primitive of ``MERGED`` that takes ``arity`` arguments. The text
+    clamps the placeholders ``{0}`` and ``{1}`` to the primitive's domain."""
     return tuple(
         f"{p.name}({', '.join(_kept(p, i, VALUES[i]) for i in range(arity))})"
         for p in MERGED

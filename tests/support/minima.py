@@ -1,8 +1,8 @@
 """Two reductions that the vocabulary lacks. Each is registered in one place, in the same way as the
 reductions of the module ``reductions``.
 
-If this module runs as a program, it compiles on request, like the child process of
-``primitives.runtime.compile``.
+If this module runs as a program, it registers both reductions and then compiles kernels on request, like the
+child process of ``primitives.runtime.compile``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Kernels of shipped specs, and two further kernels. Tests compare the texts and counts of these kernels with
-values worked out by hand."""
+"""Kernels of shipped specs, and two further kernels. Tests compare the lowered texts of these kernels, and
+counts of bytes or operations, with values worked out by hand."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Made:
-    """A random kernel: its file, the distributions of its inputs (``inits``), and a divisor of each dim
-    (``grains``)."""
+    """A random kernel: its signature, its file, the distributions of its inputs (``inits``), and required
+    divisors of its dims' sizes (``grains``)."""
 
     signature: Signature
     source: str
@@ -40,8 +40,8 @@ class Made:
         return trace_source(self.source, self.signature)
 
     def sizes(self, program: Program, random: Random, large: bool) -> dict[str, int]:
-        """Return sizes at which the program can be launched. The sizes are ragged; if ``large``, they span up
-        to several tiles."""
+        """Return random, often ragged sizes at which the program can be launched. If ``large`` is true, a
+        size may span several tiles."""
         for _ in range(100):
             found = {d: self._size(d, random, large) for d in self.signature.dims}
             if not alignment_errors(program, found):
@@ -86,7 +86,7 @@ def _draw(
             values = torch.randn(shape, generator=generator, device=device) * std
         case ("uniform", low, high):
             values = torch.rand(shape, generator=generator, device=device) * (high - low) + low
-        case ("integers", columns):  # some are out of range, below or above
+        case ("integers", columns):  # some lie below or above the valid range
             high = Dim.parse(columns)(sizes) + 3
             values = torch.randint(-3, high, shape, generator=generator, device=device)
             ignored = torch.rand(shape, generator=generator, device=device) < 0.1
@@ -106,8 +106,8 @@ def _draw(
 
 
 def _offsets(rows: int, experts: int, generator: torch.Generator) -> torch.Tensor:
-    """Return the experts' row offsets for a random one of four cases: rows go to random experts, only to
-    every third expert, only to one expert, or all but one row to expert 0."""
+    """Choose one of four cases at random, and return the experts' row offsets. Rows go to any expert, only to
+    every third expert, or only to one expert; in the fourth case, all but one row go to expert 0."""
     device = generator.device
     drawn = torch.randint(experts, (rows,), generator=generator, device=device)
     case, some = torch.randint(12, (2,), generator=generator, device=device).tolist()
@@ -130,7 +130,7 @@ def random_program(seed: int) -> Made:
 
 
 def random_schedule(random: Random, kernel: GemmKernel, sizes: Mapping[str, int]) -> Schedule:
-    """Return a random schedule that a step admits at these static sizes."""
+    """Return a random schedule that the GEMM ``kernel`` admits at these static sizes."""
     tiles = [t for t in sorted(TILES) if kernel.admits(Schedule(*t), sizes)]
     tile = random.choice(tiles)
     cluster = random.choice([c for c in CLUSTERS if kernel.admits(Schedule(*tile, *c), sizes)])

@@ -10,8 +10,8 @@ from coda_agent.verifier.timing import Arm
 
 @dataclass
 class SimulatedClock:
-    """A device whose time passes only in ``work`` and ``flush``. It logs flushes, starts, stops, waits and
-    calls of arms."""
+    """A device whose time passes only in ``flush`` and in calls of the arms that ``work`` returns. The device
+    logs flushes, starts, stops, waits and calls of arms."""
 
     time: float = 0.0
     log: list[str] = field(default_factory=list)

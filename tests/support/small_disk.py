@@ -1,4 +1,4 @@
-"""A separate file system, if this user may mount one."""
+"""Mount a separate, small file system for a test, if this user may mount one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 @contextmanager
 def mounted(disk: Path, size: int) -> Iterator[Path]:
-    """Create a directory, and mount a file system of ``size`` bytes on it if this user may. Tests call
-    ``os.path.ismount`` to see whether it is mounted."""
+    """Create the directory ``disk``, and yield it. If this user may mount file systems, mount one of ``size``
+    bytes on the directory. Tests call ``os.path.ismount`` to see whether a file system is mounted."""
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
     may = not os.geteuid() and shutil.which("mount") is not None

@@ -1,4 +1,5 @@
-"""Tiny Hugging Face models of each family that fused patches, and helpers for tests of these models."""
+"""A tiny Hugging Face model of each family that ``fused.huggingface`` can patch, and helpers for tests of
+these models."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
 SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-# The few values of a gradient share the rounding errors of all layers above. These errors change the slope
-# against the truth, so the slope has the limit of ``FEW``.
+# The gradients of these models have few values, and all values of a gradient share the rounding errors of the
+# later layers. Shared errors change the slope of a gradient's regression on the truth. So the slope has the
+# wider limit of ``FEW``.
 LIMITS = replace(limits.USUAL, slope=limits.FEW.slope, shared=limits.UNROUNDED.shared)
 
 
@@ -62,8 +64,8 @@ def trained(model: Any, ids: Tensor, **more: Any) -> dict[str, Tensor]:
 
 
 def accumulated(model: Any, ids: Tensor, **more: Any) -> Tensor:
-    """Return the loss of one step, and add its gradients to the parameters' gradients. One target is
-    ignored."""
+    """Return the loss of one step, and add the step's gradients to the parameters' gradients. One target has
+    the value that the loss ignores."""
     ids = ids.to(next(model.parameters()).device)
     labels = ids.clone()
     labels[0, 3] = -100
@@ -73,8 +75,8 @@ def accumulated(model: Any, ids: Tensor, **more: Any) -> Tensor:
 
 
 def faults(found: dict[str, Tensor], exact: dict[str, Tensor], usual: dict[str, Tensor]) -> list[str]:
-    """Return the reasons for which the error gate fails a loss and gradients. ``exact`` is computed in fp64.
-    ``usual`` is the yardstick, which the unpatched model computes in the same dtype."""
+    """Return the error gate's reasons to reject ``found``, a loss and gradients. ``exact`` is the truth in
+    fp64. ``usual`` is the yardstick, which the unpatched model computes in the dtype of ``found``."""
     assert found.keys() == exact.keys() == usual.keys()
     outputs = {n: SimpleNamespace(dtype=NAMES[t.dtype]) for n, t in usual.items()}
     spec: Any = SimpleNamespace(outputs=outputs, tolerance=None)

@@ -1,4 +1,4 @@
-"""A proposed primitive, correct and wrong functions for it, and the gates' verdicts on them."""
+"""The proposed primitive softsign, device functions to judge, and helpers that return the gates' verdicts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write(directory: Path, old: str = "", new: str = "") -> Path:
 
 
 def proposed(directory: Path, old: str = "", new: str = "") -> tuple[Proposal, Spec]:
-    """Return a proposal and the spec of its frame."""
+    """Return a proposal, and the spec of its frame (the toy kernel in which the gates test the primitive)."""
     made = proposal.load(write(directory, old, new))
     frame = directory / "frame.yaml"
     frame.write_text(made.frame)

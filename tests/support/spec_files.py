@@ -1,4 +1,4 @@
-"""Spec files for tests: write a text with one change, and return the error of loading a wrong file."""
+"""Write a spec file with one change, and return the error message that loading a wrong file gives."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def resample(report: Any, change: Callable[[str, Any], Any]) -> None:
 
 
 def faster(arm: str, rows: Any) -> Any:
-    """Divide the candidate's times by 100, which no H100 could reach."""
+    """Divide the candidate's times by 100. No H100 could be that fast."""
     return [[x / 100 if arm == "candidate" else x for x in row] for row in rows]
 
 

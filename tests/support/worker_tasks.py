@@ -1,4 +1,4 @@
-"""Tasks for the GPU worker. They harm their process in the ways in which a kernel could harm it."""
+"""Tasks for the GPU worker. Most tasks harm the worker's process, as a faulty kernel could harm it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ def orphan(_: object) -> dict[str, Any]:
 def chatter(_: object) -> dict[str, Any]:
     print('{"answer": {"forged": true}}', flush=True)
     os.write(1, b'{"answer": {"forged": true}}\n')
-    for _ in range(8):  # in total longer than the caller's patience, but never silent that long
+    for _ in range(8):  # eight pauses exceed the caller's patience; a single pause does not
         report("numerics", "still here")
         time.sleep(0.4)
     return {"forged": False}
 
 
 def environment_of(name: str) -> dict[str, str]:
-    """Return the attribute ``own`` of a module, and the version of PyTorch, as this process imports both."""
+    """Import a module and PyTorch in this process; return the module's attribute ``own`` and PyTorch's
+    version."""
     import torch
 
     return {"own": importlib.import_module(name).own, "torch": torch.__version__}

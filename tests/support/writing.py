@@ -1,7 +1,7 @@
 """Write random kernels that use the whole vocabulary.
 
-Values stay of order one, and expressions are continuous in every rounded value. So errors stay small, and
-comparisons are meaningful.
+Values stay of order one, and expressions are continuous in every rounded value. So rounding errors stay
+small, and tests can compare two evaluations of a kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coda_agent import primitives
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.signature import Signature, TensorType
 
-# expressions of one value, of two values, and of tiles
+# Expressions with placeholders: of one value (UNARY), of two values (BINARY), of scalars, and of tiles.
 UNARY = (
     "tanh({0})", "sigmoid({0})", "silu({0})", "gelu({0})", "sin({0})", "cos({0} * 2)", "abs({0})", "-{0}",
     "exp(minimum({0}, 1))", "1 / (1 + exp(-{0}))", "sqrt({0} * {0} + 1)", "rsqrt({0} ** 2 + 0.25)",
@@ -67,7 +67,8 @@ Init = tuple[Any, ...]
 
 
 class Space(NamedTuple):
-    """Tiles of one height and three widths: ``base`` columns, twice as many and four times as many."""
+    """The shapes of tiles that belong together: one height and three widths. The width "half" has ``base``
+    columns, "one" has twice as many, and "double" has four times as many."""
 
     rows: str
     base: str
@@ -115,7 +116,7 @@ class Writer:
     """A kernel under construction."""
 
     random: Random
-    bold: float = 0.03  # how often a rule is broken; the tracer must then refuse the kernel
+    bold: float = 0.03  # probability of breaking a rule, after which the tracer must refuse the kernel
     inputs: dict[str, TensorType] = field(default_factory=dict)
     inits: dict[str, Init] = field(default_factory=dict)
     grains: dict[str, int] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Writer:
     gemms: int = 0
     loads: int = 0
     offsets: str = ""  # the input with each expert's first row, if the rows belong to experts
-    grouped: set[int] = field(default_factory=set)  # the steps whose tiles hold the rows of one expert
+    grouped: set[int] = field(default_factory=set)  # the steps whose GEMM has one matrix per expert
 
     # Parts
 
@@ -169,7 +170,7 @@ class Writer:
         return made
 
     def vector_dtype(self, length: str) -> str:
-        """Choose a dtype. If rows belong to experts, a vector along the rows must not be 16-bit."""
+        """Choose a vector's dtype. If rows belong to experts, a vector along the rows must not be 16-bit."""
         wide = self.offsets and length == "M" and not self.chance(self.bold)
         return "fp32" if wide else self.random.choice(VECTOR_DTYPES)
 
@@ -215,8 +216,8 @@ class Writer:
         return f"gemm({a}, {self.weight(inner, columns, dtype)})"
 
     def experts_product(self, rows: str, inner: str, columns: str, dtype: str, index: str = "") -> str:
-        """Multiply the rows of each expert by the expert's own matrix. If ``index`` is given, the input
-        of this name selects the rows."""
+        """Return an expression that multiplies the rows of each expert by the expert's own matrix. If
+        ``index`` is given, the input of this name selects the rows."""
         self.grouped.add(self.gemms - 1)
         if self.chance(0.5):
             own = self.input(("E", columns, inner), dtype, ("normal", inner)) + ".mT"
@@ -225,8 +226,8 @@ class Writer:
         return f"gemm({rows}, {own}, {self.offsets}{index and f', {index}'})"
 
     def own_product(self, source: Tile, dtype: str) -> None:
-        """Output one matrix per expert: the product of the expert's rows of two tiles. No other expression
-        reads this output."""
+        """Add an output with one matrix per expert. The matrix is a product of two tiles, of which only the
+        expert's rows count. No other expression reads this output."""
         other = Tile(self.input(("M", "G"), dtype, ("normal", "M")), Space("M", "G"), "half", -1)
         a, b = self.random.sample([source, other], 2)
         name = self.line(f"gemm({a.name}.mT, {b.name}, {self.offsets})")
@@ -254,7 +255,7 @@ class Writer:
         if form == "beside":
             space = source.space
             product = self.product(space.rows, "L", space.columns("one"))
-        elif form == "gradient":  # the gradient of a weight [inner, N], a sum over rows
+        elif form == "gradient":  # like the gradient of a weight: [inner, N], summed over rows
             space = Space(inner, base)
             rows = source.space.rows
             other = self.input((rows, space.columns("one")), dtype, ("normal", rows))
@@ -305,7 +306,8 @@ class Writer:
         self.loads += 1
         dtype = self.random.choice(TILE_DTYPES)
         name = self.input((space.rows, space.columns(width)), dtype, ("normal", "1"))
-        # a value computed only from this input may be computed within a step, or may belong to no step
+        # A later expression may then use no tile but this input. If a step uses the value of the expression,
+        # the step computes it; otherwise the expression belongs to no step.
         if self.chance(self.bold * 3):
             self.tiles.append(Tile(name, space, width, -1))
         return name
@@ -382,8 +384,8 @@ class Writer:
         self.vectors.append(Vector(name, t.space.rows, t.home))
 
     def move_select(self, t: Tile) -> None:
-        """Add the values that targets select from a tile. Sometimes the values are subtracted from the
-        log-sum-exp of this tile."""
+        """Add a vector of the values that targets select from a tile. Sometimes the vector is the tile's
+        log-sum-exp minus these values."""
         if t.width == "one" or self.chance(self.bold):
             text = f"row_select({t.name}, {self.indices(t.space)})"
             text = f"row_logsumexp({t.name}) - {text}" if self.chance(0.4) else text
@@ -396,7 +398,7 @@ class Writer:
         self.vectors.append(Vector(name, t.space.columns(t.width), t.home))
 
     def move_vector(self, t: Tile) -> None:
-        """Add arithmetic on vectors between steps."""
+        """Add a vector that is computed from other vectors, between steps."""
         made = [v for v in self.vectors if v.after >= 0]
         v = self.recent(made) if made else self.vector(t.space.rows, 0)
         if self.chance(0.5):
@@ -467,7 +469,7 @@ class Writer:
         for value in chosen:
             if value.name not in self.outputs:
                 self.output(value)
-        if "P" in self.dims():  # P must follow from a shape, whatever the expressions use
+        if "P" in self.dims():  # an input whose shape determines P
             self.input(("P",), "fp32", ("geometric", 1.0, 1e-3))
 
     def write(self, moves: int) -> None:

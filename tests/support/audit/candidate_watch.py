@@ -1,21 +1,22 @@
-"""Record every candidate kernel, and every text that Python compiles or executes beneath the project's code
-on the call stack. No candidate may be among these texts.
+"""Record every candidate kernel, and every text that Python compiles or executes while the project's code is
+on the call stack. No candidate may be among these texts. A text runs *beneath* a frame if the frame is on the
+call stack when Python compiles or executes the text.
 
 The records come from audit events (PEP 578). ``trace`` raises an event with each candidate's source, and
 ``verify`` raises one with each edited text. Python raises an event for each text or file that it compiles or
-executes. Each process writes its own log. All processes of a test session share the directory of the logs,
-because one process may compile a candidate that another process records, earlier or later. A text is
+executes. Each process writes its own log. All processes of a test session share the directory of the logs.
+So a text counts as a candidate even if another process records the candidate, earlier or later. A text is
 identified by its statements, so blanks, comments and line ends do not matter.
 
 Tests may trace kernels themselves, so a text counts only in three cases:
 
-1. The call stack has a frame of ``verifier``, ``agent`` or ``primitives``, and no test's frame between this
-   frame and the text. A test whose frame is in between stands in for the jail. The tracer's own frames do not
-   count; the frame of the tracer's caller does.
-2. A thread does nothing but run the text.
-3. The text runs in a process that was started beneath a frame as in case 1.
+1. The text runs beneath a frame of the project, and no test's frame is between this frame and the text. A
+   test in between stands in for the jail. Frames of the tracer do not count. Frames of ``primitives`` do not
+   count if a test called ``primitives`` directly.
+2. The text runs in a thread that does nothing else.
+3. The text runs in another process, which the project started beneath a frame as in case 1.
 
-The jail's own child is exempt, because it runs with -I -S, which load no hook. The confined child that
+The jail's own child process is exempt: with Python's flags -I -S it loads no hook. The confined child that
 compiles an edited text is exempt too; the function ``CONFINED`` on its call stack identifies this child.
 """
 
@@ -41,8 +42,8 @@ CONFINED = ("coda_agent.primitives.raw.child", "_in_child")
 POOLS = ("threading", "concurrent.futures.thread", __name__)
 CANDIDATES = ("coda_agent.verifier.sandbox.jail.trace", "coda_agent.verifier.verify.check_edited")
 HEARD = frozenset(("compile", "exec", "subprocess.Popen", *CANDIDATES))
-# At imports, these modules compile thousands of their own short texts: names and annotations, but never a
-# module.
+# When Python imports code, these library modules compile thousands of their own short texts: names and
+# annotations, but never a module. Such texts are not recorded.
 MAKERS = tuple(
     os.path.join(os.path.dirname(os.__file__), *names)
     for names in (("typing.py",), ("dataclasses.py",), ("collections", "__init__.py"))
@@ -51,8 +52,8 @@ TELLING = 40  # bytes; no two unrelated texts of this length are equal by chance
 WORDS = (b"primitives", b"cutlass")  # a kernel file imports the first, an edited text the second
 DIGEST = 32  # characters
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Modules of the project. One of them contains a candidate as a string, which ``doctor`` uses to test the
-# jail.
+# The project's own modules are not recorded as texts. One module contains a candidate as a string, with which
+# the command ``doctor`` tests the jail.
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
 TESTS = os.path.join(ROOT, "tests") + os.sep
 ROOTS = (ROOT, os.path.join(ROOT, "src", "coda_agent"))  # both are the same folder
@@ -91,9 +92,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _compiled(source: object, path: object) -> None:
-    """Record a text (str or bytes) that is compiled. Other sources are ignored. A syntax tree usually comes
-    from a text that was recorded earlier. If the source is None, Python compiles a file; the execution of
-    this file raises another event."""
+    """Record a text (str or bytes) that is compiled. Two other kinds of source are ignored. A syntax tree
+    usually comes from a text that was recorded earlier. A source of None means that Python compiles a file;
+    the execution of this file raises its own event."""
     if isinstance(source, str | bytes) and not str(path).startswith(OWN) and not _made_by_a_library():
         frame = _beneath()
         if frame is not None:
@@ -154,8 +155,8 @@ def _telling(text: bytes) -> bool:
 
 
 def _started(command: Any) -> None:
-    """Record a process that the project starts. If a text runs in this process, the text counts as run by
-    the project, even without a frame of the project."""
+    """Record a process that the project starts. A text that runs in the started process counts as run by the
+    project, even if the text runs beneath no frame of the project."""
     frame = _beneath()
     if frame and isinstance(command, list | tuple):
         words = "\0".join(map(os.fsdecode, command))
@@ -163,8 +164,8 @@ def _started(command: Any) -> None:
 
 
 def _pass_on(command: Any, environment: Any) -> None:
-    """Add the hook to an environment that was made for a child process. Without this, a Python child would
-    not load the hook."""
+    """Add the hook's variables to ``environment``, which a caller made for a child process. Without these
+    variables, a Python child would not load the hook."""
     alone = not isinstance(command, list | tuple) or "-I" in command or "-S" in command
     if alone or not isinstance(environment, dict) or DIRECTORY not in os.environ:
         return
@@ -175,9 +176,9 @@ def _pass_on(command: Any, environment: Any) -> None:
 
 
 def _beneath() -> str | None:
-    """Return the project's nearest frame, as file:line. If there is no such frame, return a note if the
-    thread does nothing else, and otherwise "". Return None if a test's frame is nearer than a frame of the
-    verifier or agent, or if the process is a confined child."""
+    """Return the project's nearest frame, as file:line. If the project has no frame on the call stack, return
+    "", or a note if the thread does nothing but run the text. Return None if the process is a confined child,
+    or if a test's frame is nearer than all the project's frames outside ``primitives``."""
     frame: FrameType | None = sys._getframe()
     found, pool = "", threading.current_thread() is not threading.main_thread()
     while frame:
@@ -198,7 +199,7 @@ def _beneath() -> str | None:
 
 
 def _bytes(text: str | bytes) -> bytes:
-    """Return the text as bytes, with the line ends that Python reads and without surrounding blanks."""
+    """Return the text as bytes, with line feeds as the only line ends and without surrounding blanks."""
     found = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     return found.replace(b"\r\n", b"\n").replace(b"\r", b"\n").strip()
 
@@ -221,8 +222,8 @@ def _log(*words: str) -> None:
 
 
 class Account(NamedTuple):
-    """The findings of a session: how many processes were watched, the candidates, and the candidates that
-    ran."""
+    """The findings of a session: the number of watched processes, the digests of the candidates, and a
+    sentence for each frame beneath which a candidate ran."""
 
     processes: int
     candidates: frozenset[str]
@@ -244,8 +245,8 @@ def account(directory: Path) -> Account:
 
 
 def _both(candidates: Iterable[str], executed: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the executed candidates with the frames beneath which they ran. A candidate may be a part of a
-    longer text."""
+    """Return pairs of an executed candidate and the frame beneath which the candidate ran. A candidate may be
+    a part of a longer text."""
     holding = defaultdict(set)  # maps a statement to the texts that contain it
     for text, frame in executed:
         for place in range(0, len(text), DIGEST):

@@ -1,4 +1,4 @@
-"""Shift the clock of every Python process of a simulated node one hour ahead."""
+"""Set the clock one hour ahead in every Python process of a simulated node."""
 
 import time
 

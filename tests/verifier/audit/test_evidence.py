@@ -1,5 +1,5 @@
-"""Tests of evidence. An accepted toy kernel is tested intact and after every kind of tampering. The committed
-kernels are tested as they are."""
+"""Tests of the check that evidence is intact. The check finds no problem in the evidence of an accepted toy
+kernel and of the committed kernels. After each kind of tampering, the check names the problem."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_problems_are_told_together(kernels: Path) -> None:
 
 
 def replayed(name: str, specs: Path, recording: Path) -> Program:
-    """Replay recorded answers, and return the program that the last answer leads to. All gates are real,
-    except for the compiler."""
+    """Replay a run from its recorded answers, and return the program of the resulting kernel. All gates are
+    real, except for the compiler."""
     run = runs.start(specs / f"{name}.yaml", {})
     with run.journal:
         outcome = Loop(run.journal, run.spec, setup.task_of(run), Replay(recording), Notes()).run()
@@ -138,8 +138,8 @@ def test_committed_edits_evidence_stands() -> None:
 
 
 def test_edits_whose_programs_were_measured_again_are_listed() -> None:
-    """When a program has been measured again, its edit may no longer be faster than the program. No
-    measurement has compared the two yet."""
+    """If a program is measured again after its edit, the program may have become as fast as the edit. No
+    measurement has compared the two yet, so ``SUPERSEDED`` must list the edit."""
     found = {n for n in EDITED if superseded(report_of(f"{n}.raw"), report_of(n))}
     assert found == SUPERSEDED
 
@@ -147,8 +147,8 @@ def test_edits_whose_programs_were_measured_again_are_listed() -> None:
 def test_committed_recordings_replay_to_their_kernels(
     runs_home: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """For each kernel, the interpret gate does a different part of its runs, so that the kernels together
-    cover runs of every kind."""
+    """To save time, the interpret gate does only a part of its runs for each kernel. The part differs between
+    kernels, so that the kernels together cover runs of every kind."""
     every, parts = cpu_numerics.runs, 5 if request.config.getoption("thorough") else 15
     for place, name in enumerate([*COMMITTED, *WAITING]):
         part = slice(place % parts, None, parts)

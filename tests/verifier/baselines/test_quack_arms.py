@@ -1,8 +1,9 @@
-"""Test QuACK's arms without a GPU: their algebra and wiring against each spec's reference, and the schedule
-search.
+"""Test QuACK's arms without a GPU. The outputs of each arm are compared with the spec's reference, and the
+schedule search is tested with invented times.
 
-An epilogue is a Python function of the accumulator. Here it runs on fp64 tensors with tiles 64 wide, and
-PyTorch functions replace QuACK's operators. tests/gpu/test_quack.py checks the compiled epilogues.
+An epilogue is a Python function of the accumulator. Here an epilogue runs on fp64 tensors, in tiles of 64
+columns, and PyTorch functions replace QuACK's operators. tests/gpu/test_quack.py checks the compiled
+epilogues.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ TWINS: dict[str, Callable[..., Any]] = {
 
 
 def on_torch(fn: Any) -> Any:
-    """Return a copy of ``fn`` in which PyTorch functions of the same meaning replace all of QuACK's
+    """Return a copy of ``fn`` that calls PyTorch functions with the same meaning instead of QuACK's
     functions."""
 
     def twin(value: Any) -> Any:
@@ -328,7 +329,8 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     assert outputs.keys() == spec.outputs.keys()
     races = 2 if arm == OWN_TUNER else 3
     assert [index for index, _ in raced] == ["0"] * races + ["1"] * races
-    assert [name for name, _ in prepared] == ["linear_act_epi", "identity_epi"] * 2  # to race, then to use
+    # the search runs each stage once, to compute the next stage's input; then the call prepares both stages
+    assert [name for name, _ in prepared] == ["linear_act_epi", "identity_epi"] * 2
     assert {config.max_swizzle_size for _, config in prepared} == {swizzle}
     first = prepared[2:]
     assert [[GemmConfig(**each) for each in stage][0] for stage in finalists] == [c for _, c in first]
@@ -341,8 +343,8 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
 def test_what_any_process_compiled_is_not_compiled_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A schedule that QuACK refused is not compiled again either, and it is not raced. A schedule is compiled
-    again if it killed a worker, if the epilogue differs, or if the cache was emptied."""
+    """A schedule that QuACK refused is not compiled again either, and is left out of races. A schedule is
+    compiled again if its compilation killed a worker, if the epilogue differs, or if the cache is empty."""
     spec, asked = spec_of("gemm_relu2"), list[Any]()
     narrow, wide, deadly = config(128, 128, True), config(128, 256, False), config(256, 128, False)
     monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
@@ -385,8 +387,8 @@ def test_what_any_process_compiled_is_not_compiled_again(
 
 @pytest.fixture
 def relu(monkeypatch: pytest.MonkeyPatch, raced: Races) -> Callable[..., Tuned]:
-    """Return a function that tunes an arm of a GEMM with ReLU. It first deletes all tunings on disk and all
-    recorded races."""
+    """Return a function that tunes an arm of a GEMM with squared ReLU. The function first
+    deletes all tunings on disk and all recorded races."""
     spec = spec_of("gemm_relu2")
     sizes = small(spec)
     monkeypatch.setattr(QuackEpilogue, "prepare", lambda stage, config: dict)
@@ -475,11 +477,11 @@ def test_a_schedule_that_an_arms_own_search_never_comes_to_is_not_raced(
     searched = len(raced)
     relu(arm)
     assert len(raced) == searched > 1  # as many races as if nothing were known
-    fours = wide | {"cluster_n": 2, "max_swizzle_size": 32}  # only our search adds this one
+    fours = wide | {"cluster_n": 2, "max_swizzle_size": 32}  # only OUR_SEARCH can reach this one
     relu(arm, known_of(arm, [[wide | {"pingpong": 0}, fours, *strange]]))
     told = [asdict(c) for c in raced[-1][1]]
     assert wide in told and (fours in told) == (arm == OUR_SEARCH)
-    assert all(type(each["pingpong"]) is bool for each in told)  # as in the search space
+    assert all(type(each["pingpong"]) is bool for each in told)  # the known 0 became False
 
 
 @pytest.mark.parametrize("other", [{"gpu": "another GPU"}, {"version": "0.1"}])
@@ -513,7 +515,7 @@ def test_scores_and_sessions_hand_on_what_is_known(monkeypatch: pytest.MonkeyPat
 
 
 def test_bare_products_are_those_of_the_formulation(raced: Races, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls for both sets of inputs write to the same outputs. If two specs have the same matrix product,
+    """The calls for the two sets of inputs share their outputs. If two specs have the same matrix product,
     the second spec reuses the tuning of the first."""
     monkeypatch.setattr(QuackEpilogue, "prepare", lambda stage, config: lambda: {id(stage.outs["D"]): stage})
     specs = [spec_of(name) for name in ("gemm_swiglu_mlp", "gemm_relu2", "gemm_bias_gelu")]

@@ -1,5 +1,5 @@
-"""Reports state the conditions of the machine, which the verifier reads from NVML. Without NVML, a report
-states why nothing was read."""
+"""Reports state the GPU's clocks, power and temperature, which the verifier reads from NVML. Without NVML, a
+report states why nothing was read."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
 def test_an_arm_that_answers_something_else_fails_unless_it_is_the_anchor(error: float, reason: str) -> None:
     class Stage(Toy):
         def enter(self, arm: str) -> PreparedArm:
-            right = {"y": {"relative": 0.0043, "yardsticks": 2000.0}}  # y rounded twice, not kept in fp32
+            # an arm may round y twice instead of keeping it in fp32
+            right = {"y": {"relative": 0.0043, "yardsticks": 2000.0}}
             wrong = {"z": {"relative": error, "yardsticks": 1.0}} if arm == "wrong" else {}
             return super().enter(arm)._replace(losses=right | wrong)
 
@@ -146,7 +147,7 @@ def test_an_arm_that_answers_something_else_fails_unless_it_is_the_anchor(error:
 
 @pytest.mark.usefixtures("device")
 def test_an_arm_finds_what_others_do_not_hold_with_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuTeDSL and FlashInfer allocate memory directly from the driver, not from PyTorch. So PyTorch must
+    """CuTeDSL and FlashInfer allocate memory directly from the CUDA driver, not from PyTorch. So PyTorch must
     return its unused memory to the driver before each arm is prepared."""
     said: list[str] = []
     stage = Toy()
@@ -198,7 +199,8 @@ def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest
 
 @pytest.mark.usefixtures("device")
 def test_slow_arms_have_rounds_enough_for_swinging_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A simulated round takes 0.2 s, as long as twelve arms of 17 ms each."""
+    """A simulated round takes 0.2 s, as with twelve arms of 17 ms each. The limit for all rounds is 6 s, so
+    about 30 of the 40 requested rounds take place."""
     usual, done = Clock.turn, []
 
     def turn(self: Clock) -> tuple[float, ...]:
@@ -308,7 +310,8 @@ def test_an_error_of_the_device_is_no_arms_answer(monkeypatch: pytest.MonkeyPatc
 def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the session went on, the next arm would be blamed for the broken device and left out of the row."""
+    """The session ends when an arm breaks the device. If the session went on, the next arm would fail too
+    and would be left out of the row."""
     words, heard, broken = "Triton Error [CUDA]: an illegal memory access was encountered", list[str](), False
     assert not cuda_error(words)
 
@@ -397,8 +400,8 @@ def test_what_sessions_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
 
 
 def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arms are tuned one after the other. Each tuning has all of the memory. A failed tuning does not stop
-    the other tunings, unless the device no longer works."""
+    """Arms are tuned one after the other, and unused memory is released before each tuning. A failed tuning
+    does not stop the other tunings, unless the device no longer works."""
     said, done = list[str](), list[str]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr(contests, "_release", lambda: done.append("room"))

@@ -118,8 +118,8 @@ def test_our_own_bug_is_an_exception_with_its_traceback(worker: Worker) -> None:
 
 
 def test_no_kernel_is_blamed_for_a_worker_that_died_before_it_was_asked(worker: Worker) -> None:
-    """Three workers die. One is killed while it waits for a task; the other two fail to import a module. Of
-    these two, one receives its task before the import fails, the other afterwards."""
+    """Three workers die. The first is killed while it waits for a task; ``early`` and ``late`` fail to import
+    a module. ``early`` receives its task before the import fails, ``late`` afterwards."""
     os.kill(worker._process.pid, signal.SIGKILL)
     assert gone(worker._process.pid)
     with pytest.raises(WorkerError, match="before its first task"):
@@ -135,8 +135,8 @@ def test_no_kernel_is_blamed_for_a_worker_that_died_before_it_was_asked(worker: 
 def test_a_library_that_does_not_load_ahead_costs_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker still runs its tasks. The arm that needs the library reports that the library does not
-    load."""
+    """If a library fails to load ahead of the tasks, the worker still runs its tasks. Only the arm that needs
+    the library will report the failure."""
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "__init__.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
@@ -168,8 +168,8 @@ exit {status}
 
 
 def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, report: str, status: int) -> None:
-    """Put a fake compute-sanitizer on the PATH, because the real one needs a GPU. The fake starts a real
-    worker and reports as the real one does."""
+    """Put a fake compute-sanitizer on the PATH, because the real program needs a GPU. The fake starts a real
+    worker, writes its report to the log file, and exits with ``status``."""
     script = directory / "compute-sanitizer"
     script.write_text(SANITIZER.format(python=sys.executable, report=report, status=status))
     script.chmod(0o755)
@@ -208,8 +208,8 @@ def test_a_sanitizer_s_summary_decides(
 def test_a_sanitizer_has_the_word_where_a_kernel_breaks_its_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str, words: str
 ) -> None:
-    """The sanitizer ends a kernel that makes an illegal access, so the task fails first. The sanitizer
-    reports only when the process ends."""
+    """If a kernel makes an illegal access, the sanitizer ends the kernel, and the task fails. The sanitizer
+    writes its report only later, when the process ends. If the report names errors, the message does too."""
     stand_in(tmp_path, monkeypatch, report, 1)
     with pytest.raises(Failed, match=words) as failed:
         errors("memcheck", tasks.cuda_error, "CUDA error: unspecified launch failure")

@@ -1,7 +1,7 @@
-"""The GPU checks detect forbidden uses of memory. They use guard bands, poisoned outputs and workspaces, and
+"""The GPU checks detect forbidden uses of memory by guard bands, by poisoned outputs and workspaces, and by
 repeated runs.
 
-Here the kernels are PyTorch functions on a CPU. All other code is the code that runs on a GPU.
+Here the kernels are PyTorch functions on a CPU. All other code is the product's, as it runs on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coda_agent.verifier.spec.model import Spec
 __all__ = ["on_a_cpu"]  # an autouse fixture, which applies to this module too
 
 Tensors = Mapping[str, Tensor]
-BETWEEN = 16  # size in bytes of the middle of the workspace, where a kernel leaves data for the next
+BETWEEN = 16  # bytes in the middle of the workspace, where a kernel leaves data for the next kernel
 
 
 @dataclass
@@ -62,7 +62,7 @@ def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch:
 
 
 def past(tensor: Tensor, by: int = 1) -> Tensor:
-    """Return a tensor of the next ``by`` elements in memory after the last element of ``tensor``."""
+    """Return the ``by`` elements that follow the last element of ``tensor`` in memory."""
     return tensor.as_strided((by,), (1,), tensor.storage_offset() + tensor.numel())
 
 
