@@ -26,7 +26,7 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def toy(tmp_path: Path, wide: str) -> Spec:
-    """Return the toy spec, in which ``bench`` of the case ``wide`` has this value."""
+    """Return the toy spec. The argument ``wide`` is the value of ``bench`` in the case of the same name."""
     path = tmp_path / "toy.yaml"
     assert "N: 8192}" in TOY
     path.write_text(TOY.replace("N: 8192}", f"N: 8192, bench: {wide}}}"))
@@ -38,8 +38,8 @@ def timings(spec: Spec, speedups: dict[str, float]) -> list[Timing]:
 
 
 def decided(spec: Spec, speedups: dict[str, float], **changes: Any) -> dict[str, Any]:
-    """Return the decision's figures for these speedups over torch.compile. The intervals reach 4% to either
-    side."""
+    """Return the figures of the decision on a kernel with these speedups over torch.compile, by case. The
+    interval of a speedup reaches 4% to either side."""
     figures: dict[str, Any] = {}
     rows = tuple(t.model_copy(update=changes) for t in timings(spec, speedups))
     decide(spec, program_of(spec, TOY_KERNEL), rows, figures)
@@ -82,8 +82,8 @@ def test_a_reported_case_that_beats_the_hardware_is_a_wrong_measurement(tmp_path
 
 
 def test_one_process_that_beats_the_hardware_is_not_averaged_away(tmp_path: Path) -> None:
-    """In this case, no kernel can take less than 0.1389 ms. Process 1 reports 0.1 ms, although the mean over
-    the processes is above this bound."""
+    """In the case ``large``, the hardware allows no time below 0.1389 ms. Process 1 reports 0.1 ms, but the
+    mean over all processes is above this bound."""
     spec = toy(tmp_path, "true")
     own = ((2.0,) * 12, (0.1,) * 12, (2.0,) * 12)
     assert central(own) > 0.7
@@ -127,7 +127,7 @@ def test_a_lower_bound_at_the_threshold_does_not_exceed_it(tmp_path: Path) -> No
         ((0.5, 0.6, 0.55), 0.0, False),
         ((0.9965, 0.9966, 0.9964), 0.002, False),  # Student's interval is below 1, the bootstrap's contains 1
         ((0.9985, 0.999, 0.9995), 0.0, True),  # Student's interval contains 1, the bootstrap's is below 1
-        ((0.98, 1.0, 1.02), 0.0, False),  # as fast, or slower by more than 1%
+        ((0.98, 1.0, 1.02), 0.0, False),  # may be as fast, or slower by more than 1%
         ((0.996, 1.001, 1.006), 0.0, False),
     ],
 )
@@ -159,7 +159,7 @@ def test_too_little_to_accept_on_is_no_verdict(tmp_path: Path, changes: dict[str
     spec = toy(tmp_path, "true")
     with pytest.raises(InvalidMeasurement, match=words):
         decided(spec, {}, **changes)
-    with pytest.raises(Failed, match="case large"):  # but it suffices for a rejection
+    with pytest.raises(Failed, match="case large"):  # a rejection needs less
         decided(spec, {"large": 0.9}, **changes)
 
 

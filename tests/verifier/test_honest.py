@@ -27,8 +27,8 @@ def test_an_honest_kernel_is_checked(path: Path) -> None:
 
 
 def test_what_few_products_make_loud_may_cancel_in_an_honest_kernel() -> None:
-    """At K = 16, some rows and columns have much larger values than usual. In these rows and columns,
-    cancellation in GELU's tail leaves a larger error than usual."""
+    """A value is a sum of only D = 16 products, so some rows and columns have much larger values than others.
+    In these rows and columns, cancellation in GELU's tail leaves a larger error, which must pass."""
     path = KERNELS["gemm_geglu: relu_less_a_tail"]
     spec = load(ROOT / "specs" / "gemm_geglu.yaml", check=False)
     program = program_of(spec, path.read_text(encoding="utf-8"))

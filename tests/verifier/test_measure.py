@@ -69,8 +69,8 @@ class Workers:
         self.kept: list[KernelCase | None] = []
         self.races: list[Benchmark] = []
         self.chosen: Iterator[int] = itertools.repeat(128)
-        self.faults: Iterator[list[str]] = itertools.repeat([])  # the faults of successive controls
-        self.progress: Progress = silent  # the callback of the last task
+        self.faults: Iterator[list[str]] = itertools.repeat([])  # the faults that successive controls find
+        self.progress: Progress = silent  # the callback that the last task received
 
     def __call__(self, ahead: tuple[str, ...] = ()) -> Any:
         self.asked.append([])
@@ -105,13 +105,13 @@ class Workers:
         }
 
     def quack(self, race: Benchmark) -> dict[str, Any]:
-        """Return the schedules on which QuACK's arms ran. Another process may have chosen other schedules."""
+        """Return the tuned schedules of QuACK's matmul in one process. Other processes may have others."""
         self.races.append(race)
         chosen = next(self.chosen)
         return {arm: [[{"tile_m": chosen}, {"tile_m": 64}]] for arm in race.arms if arm == MATMUL}
 
     def tasks(self, name: str) -> list[tuple[int, str]]:
-        """Return the worker and the case of every task with this name."""
+        """Return the worker's number and the case of every task with this name."""
         return [(i, case) for i, asked in enumerate(self.asked) for task, case in asked if task == name]
 
 
@@ -323,7 +323,7 @@ def test_a_lost_worker_rejects_the_candidate_and_the_gpu_is_looked_at(spec: Spec
     found = run(spec)
     assert isinstance(found, Rejected)
     assert (found.gate, found.code) == ("numerics", "illegal_address")
-    assert workers.tasks("clean") == [(2, "")]  # besides the worker that was to score
+    assert workers.tasks("clean") == [(2, "")]  # 0 was lost, and 1 was started for the scores
     workers.answers[clean] = lost
     void = run(spec)
     assert isinstance(void, Unmeasured) and "after the loss of a worker" in void.reason
@@ -375,7 +375,7 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     jobs = [job for job in workers.kept if job is not None]
     assert len(jobs) == len(workers.kept) == 6
     assert {(job.case, job.sizes["M"]) for job in jobs} == {("large", 4096), ("wide", 2048)}
-    tuned = Schedule.from_json(SCHEDULE)  # tuned in this measurement, over the earlier good schedules
+    tuned = Schedule.from_json(SCHEDULE)  # what this measurement's tuning found for the incumbent
     assert all(job.schedules == ({0: tuned},) for job in jobs)
     assert {job.case: job.known for job in jobs} == {"large": {0: [Schedule(swizzle=16)]}} | raced
     assert [t.kept_schedules for t in found.timings] == [{"0": SCHEDULE}] * 2
@@ -388,8 +388,8 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
 
 
 def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, workers: Workers) -> None:
-    """The incumbent's report lacks schedules that only today's search found. If the incumbent ran on these
-    schedules and the edit did not, the schedules would decide the race, not the texts."""
+    """Today's search may find schedules that the incumbent's report lacks. If only the incumbent ran on these
+    schedules, the race would compare schedules instead of texts."""
     program = program_of(spec, TOY_KERNEL)
     today = [SCHEDULE | {"swizzle": 16}, SCHEDULE | {"cluster_m": 2, "cluster_n": 2, "split": True}]
     usual = workers.answers[tune]
@@ -402,7 +402,7 @@ def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, 
     assert {job.case for job in tuned if job.kernel.edited} == {"large", "wide"}
     raced = [Schedule.from_json(schedule) for schedule in today]
     assert all(job.known == ({0: raced} if job.kernel.edited else {0: [Schedule()]}) for job in tuned)
-    workers.answers[tune], workers.jobs = usual, []  # a step without a search has no last race
+    workers.answers[tune], workers.jobs = usual, []  # without a search, there are no finalists
     assert isinstance(run(spec, kept=before, edited=text), Measured)
     fixed = [job.known for job in workers.jobs if job.kernel.edited and not job.schedules]
     assert fixed == [{0: [Schedule.from_json(SCHEDULE)]}] * 2
@@ -423,7 +423,7 @@ def test_a_kernel_before_that_does_not_run_here_is_no_fault_of_the_change(
     usual = workers.answers[tune]
 
     def refused(job: KernelCase) -> dict[str, Any]:
-        if job.known:  # the incumbent is tuned over known schedules
+        if job.known:  # only the incumbent has known schedules
             raise Failed("no_schedule", "no schedule of Step0 runs")
         return usual(job)
 
@@ -447,14 +447,15 @@ def test_what_quack_ran_on_is_told_and_what_it_won_with_before_goes_along(
 
 
 def test_no_schedule_is_told_that_not_every_process_had(spec: Spec, workers: Workers) -> None:
-    workers.chosen = iter([128, 128, 128, 256, 128, 128])  # 256: second case, second process
+    workers.chosen = iter([128, 128, 128, 256, 128, 128])  # 256: the case wide in process 1
     found = run(spec)
     assert isinstance(found, Measured) and not found.timings[1].quack
     assert found.quack().keys() == {"large"}
 
 
 def test_a_measurement_that_goes_on_elsewhere_is_void(spec: Spec, workers: Workers) -> None:
-    """If such a measurement counted, its report would name the first process's machine for all processes."""
+    """A measurement that continues on another machine must not count. Its report would name the first
+    machine for all processes."""
     keep = Memory()
     assert isinstance(run(spec, keep=keep), Measured)
     for name in [name for name in keep.pieces if name.startswith("score/2/")]:

@@ -35,7 +35,7 @@ class Cards(Workers):
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
-    """Return stand-in workers on a simulated GPU. The test has a cache of its own."""
+    """Return stand-in workers on a simulated GPU. The test uses a new, empty cache."""
     made = Cards()
     monkeypatch.setattr(stages, "Worker", made)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -98,7 +98,7 @@ def test_a_measurement_that_was_cut_off_goes_on(workers: Workers, verify: Verify
     assert status == 130 and out == ""
     before, pieces_left = asked(workers), kept()
     assert ("tune", "large") in before and len([task for task, _ in before if task == "score"]) == 4
-    # the interrupted score left no piece, but the hidden sizes left a piece without a task
+    # equal numbers: the interrupted score left no piece, but the hidden sizes left a piece without a task
     assert len(pieces_left) == len(before)
     status, out, err = verify()
     assert status == 0 and isinstance(REPORT.validate_json(out), Accepted)
@@ -112,7 +112,7 @@ def test_what_is_whole_is_measured_anew_on_other_inputs(workers: Workers, verify
     assert kept() == []
     status, _, err = verify()
     assert status == 0 and "going on" not in err and asked(workers) == first
-    workers.speedup = 0.5  # a rejected measurement is complete, too
+    workers.speedup = 0.5  # a rejected measurement is complete, too, and leaves no piece
     assert verify()[0] == 1
     assert kept() == []
 
@@ -189,7 +189,8 @@ def test_a_piece_that_was_damaged_is_measured_again(workers: Workers, verify: Ve
 def test_it_waits_for_a_run_that_measures(
     workers: Workers, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An author's run waits in the same way, and so does a second ``verify`` of the same kernel."""
+    """``verify`` waits until a run that measures frees the GPU. An author's run waits in the same way, and so
+    does a second ``verify`` of the same kernel."""
     with gpu_taken(monkeypatch, lambda: asked(workers)) as waited:
         status, _, err = verify()
     assert status == 0 and waited == [False] and "waiting for it" in err

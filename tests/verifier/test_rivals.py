@@ -1,5 +1,5 @@
-"""The schedules of a spec's rivals come from a committed report, if the report is for the same spec and the
-same version of QuACK."""
+"""The schedules of QuACK's arms come from a committed report. The report must be for the same version of the
+spec and the same version of QuACK."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_a_report_of_the_spec_says(spec: Spec, tmp_path: Path) -> None:
 
 def test_an_edited_texts_report_says_so_too(spec: Spec, tmp_path: Path) -> None:
     commit(tmp_path, spec, edited=True)
-    accept.files(spec.name, tmp_path)[-1].write_text("{}")  # a report of another version
+    accept.files(spec.name, tmp_path)[-1].write_text("{}")  # as if another version wrote it
     assert quack_tunings.quack(spec).keys() == {"large", "wide"}
 
 

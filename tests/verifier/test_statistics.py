@@ -15,8 +15,8 @@ ROUNDS, TRIALS = 24, 40
 
 
 def interval(estimate: float, below: float, above: float) -> Interval:
-    """Return an interval with these half widths in logarithms. Student's interval has the same half widths;
-    those of the bootstrap's interval are half as large."""
+    """Return an interval whose logarithm has the half widths ``below`` and ``above``. Student's interval has
+    the same half widths, and the bootstrap's interval has half of them."""
     ends = [(estimate * math.exp(-below * part), estimate * math.exp(above * part)) for part in (0.5, 1)]
     return Interval(estimate, *ends[1], 0.9, *ends)
 
@@ -24,7 +24,7 @@ def interval(estimate: float, below: float, above: float) -> Interval:
 @pytest.mark.parametrize("rounds", [8, 13])
 @pytest.mark.parametrize("processes", [1, 3])
 def test_both_ways_to_draw_anew_draw_the_same(rounds: int, processes: int) -> None:
-    """The interval in a report must not depend on which of the two functions drew the samples."""
+    """The interval in a report must not depend on whether ``_equal_draws`` or ``_draws`` drew the samples."""
     draw = random.Random(processes)
     rows = tuple(tuple(draw.gauss(0, 1) for _ in range(rounds)) for _ in range(processes))
     assert statistics._equal_draws(rows, 7) == statistics._draws(rows, 7)
@@ -63,8 +63,8 @@ def test_intervals_cover_the_truth_whichever_step_is_the_noisy_one(noise: tuple[
         covered += found.low <= 1.1 * 0.8 <= found.high
         widths.append(math.log(found.high / found.low))
     assert covered >= 0.9 * TRIALS
-    # From the noise and the number of rounds, an interval should be four standard errors wide. Medians, and
-    # the choice of the wider of two intervals, make it wider, but less than twice as wide.
+    # By the noise and the number of rounds, an ideal interval is four standard errors wide. Medians, and the
+    # choice of the wider of two intervals, widen it, but to less than twice this width.
     assert sum(widths) / TRIALS < 2 * (4 * math.hypot(*noise) * math.sqrt(2 / ROUNDS))
 
 

@@ -1,5 +1,5 @@
-"""The gates on any machine: their order, the sources that each gate refuses and its messages, and honest
-kernels that pass."""
+"""Tests of the gates on a machine without a GPU: the order of the gates, the sources that each gate refuses,
+the messages of refusals, and honest kernels that pass."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_identity_names_versions(spec: Spec) -> None:
 
 
 def first(statement: str) -> str:
-    """Return the toy kernel with a statement before its return."""
+    """Return the toy kernel with ``statement`` inserted before its return."""
     return TOY_KERNEL.replace("    return", f"    {statement}\n    return")
 
 
@@ -237,7 +237,8 @@ cases:
 
 
 def test_a_vector_along_the_wrong_axis(tmp_path: Path) -> None:
-    """In a square output, shapes cannot show that a vector lies along the wrong axis, but values show it."""
+    """If the output is square, shapes cannot show that a vector lies along the wrong axis. Values must show
+    the mistake."""
     path = tmp_path / "toy.yaml"
     path.write_text(SQUARE)
     spec = load(path)
@@ -262,7 +263,7 @@ def test_progress_of_a_rejection(spec: Spec) -> None:
     assert said[-2:] == [("interpret", "started"), ("interpret", "rejected: numerics")]
 
 
-# a machine with a GPU, with a stand-in for measure
+# a machine with a GPU; a stand-in replaces ``measure``
 
 
 @pytest.fixture
@@ -299,7 +300,7 @@ def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch, ended
     assert asked == [options] and len(ended) == 1
     assert isinstance(verify(spec, TOY_KERNEL, gpu=False).report, Checked) and len(ended) == 1
     assert verify(spec, BROKEN, gpu=True).report.status == "rejected" and len(asked) == 1
-    assert len(ended) == 2  # the workers ended unused
+    assert len(ended) == 2  # the workers started for the broken kernel ended unused
 
 
 @pytest.mark.usefixtures("ended")
@@ -347,5 +348,5 @@ def test_a_report_of_a_wrong_form_is_refused(change: dict[str, Any]) -> None:
 def test_a_compilers_words_lead_back_to_the_kernel_file() -> None:
     words = 'File "coda_lowered.py", line 30\n    n2_0 = accumulator[i]\n    n3_1 = nonsense(n2_0)\nNameError'
     assert line_behind(words, (None, 1, 4, 7)) == 7
-    assert line_behind(words, (None, 1, 4)) == 4  # no node of the program made this value
+    assert line_behind(words, (None, 1, 4)) == 4  # node 3 has no line, but node 2 has
     assert line_behind("ptxas died", (1, 2, 3)) is None

@@ -1,8 +1,8 @@
 """Timed calls must do the verified work. To ensure this, the benchmark compares fingerprints of tensors, and
-poisons the outputs before each call.
+overwrites ("poisons") the outputs before each call.
 
-Here the kernels are PyTorch functions on a CPU, and the clock is simulated. All other code is the code that
-runs on a GPU.
+In these tests, the kernels are PyTorch functions on a CPU, and the clock is simulated. A GPU run uses all
+other code unchanged.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def three_in_a_row(bits: Tensor) -> None:
 
 
 def swapped(bits: Tensor) -> None:
-    """Swap two words so that neither the sum of all words nor their sum weighted by position modulo 65521
-    changes."""
+    """Swap two words whose positions are equal modulo 65521. The sum of all words does not change. If each
+    word is weighted by its position modulo 65521, the sum does not change either."""
     bits[[7, 7 + 65521]] = bits[[7 + 65521, 7]]
 
 
@@ -77,7 +77,7 @@ def test_one_bit_anywhere_is_found(
 ) -> None:
     monkeypatch.setattr(
         coda_agent.verifier.gpu.fingerprint, "BLOCK", 5
-    )  # five words, so that a tensor has several blocks and the last is short
+    )  # blocks of five words, so that larger tensors have several blocks and a short last one
     tensor = drawn(dtype, *shape)
     for byte in tensor.view(-1).view(torch.uint8):
         assert changed(tensor, lambda _, byte=byte: byte.bitwise_xor_(1))  # type: ignore[misc]
@@ -121,7 +121,7 @@ def test_words_are_the_tensor_s_own_memory() -> None:
             assert row.numel() * row.itemsize == count * tensor.itemsize
     assert words(drawn(torch.bfloat16, 4)).dtype == torch.int32
     with pytest.raises(RuntimeError, match="view"):
-        words(torch.zeros(2, 3).mT)  # otherwise a copy would be poisoned instead of the tensor
+        words(torch.zeros(2, 3).mT)  # if ``words`` returned a copy, the poison would miss the tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -181,7 +181,7 @@ LONG = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def sets_of(plan: CpuPlan, count: int = 2) -> _Sets:
-    """Return sets of inputs like those of ``_Sets.drawn``, but skip the error gate."""
+    """Return ``count`` sets of inputs, as ``_Sets.drawn`` does, but without the error gate."""
     job = KernelCase(plan.spec, KernelSource(plan.program), "tiny", SIZES)
     sets = _Sets(job, cast(Plan, plan), [], [], [], [], [])
     for seed in range(count):
@@ -211,8 +211,8 @@ SCALED = tiny(outputs={"s": {"shape": ("M",), "dtype": "fp32"}}, reference="s = 
 
 
 def keep_what_looks_right(out: Tensor, right: Tensor) -> None:
-    """Keep an output value that is finite and positive; replace any other value, such as the NaN poison of
-    proofs."""
+    """Keep an output value that is finite and positive; replace any other value, such as the NaN that
+    ``poisoned_run`` writes."""
     out.copy_(torch.where(out.isfinite() & (out > 0), out, right))
 
 
@@ -233,7 +233,7 @@ def test_a_kernel_that_keeps_what_looks_right_is_another_output() -> None:
     sets = sets_of(plan)
     for inputs, outputs in zip(sets.inputs, sets.outputs, strict=True):
         plan.run(inputs, outputs)
-    sets.compare()  # passes: the run above left correct values
+    sets.compare()  # raises nothing, because the run above left correct values
     race([sets.candidate("candidate")])
     with pytest.raises(Failed, match=r"case tiny: output\(s\) s of timed calls differ") as failed:
         sets.compare()

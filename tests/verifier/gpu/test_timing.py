@@ -30,8 +30,8 @@ from coda_agent.verifier.timing import FEWEST, Arm, host_time, measure
 
 
 def run(clock: SimulatedClock, *, arms: int = 3, **options: object) -> list[list[str]]:
-    """Return the log of a measurement, split at the waits: one list per round. The last 30 rounds follow the
-    warm-up."""
+    """Run a measurement; return its log as one list of words per round. The last 30 rounds are the measured
+    rounds, and all earlier rounds are warm-up."""
     measure([clock.work(n, lambda: 0.1) for n in "abc"[:arms]], clock=clock, **options)  # type: ignore[arg-type]
     text = " ".join(clock.log).split("wait")
     assert text.pop() == ""
@@ -88,14 +88,14 @@ def test_order_varies_and_follows_the_seed_alone() -> None:
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (2.0, 8)])
 def test_warm_up_lasts_as_long_as_asked_after_the_first_round(seconds: float, rounds: int) -> None:
-    # A round takes 3 * (0.1 + 0.01) s. The first round compiles; after it, the seventh round is the first to
-    # reach 2 s.
+    # The first round compiles and does not count. A round takes 3 * (0.1 + 0.01) s, so seven more rounds are
+    # the fewest that reach 2 s.
     assert len(run(SimulatedClock(), warmup_seconds=seconds)) == rounds + 30
 
 
 @pytest.mark.parametrize(("longest", "rounds"), [(0.5, FEWEST), (7.0, 22), (60.0, 30)])
 def test_long_kernels_get_fewer_rounds(longest: float, rounds: int) -> None:
-    # A round takes 0.33 s. So round 21 ends before 7 s have passed, and round 22 ends later.
+    # A round takes 0.33 s, so round 22 is the first round that ends after more than 7 s.
     assert len(run(SimulatedClock(), longest=longest, warmup_seconds=0.0)) == 1 + rounds
 
 
@@ -107,8 +107,8 @@ def test_a_slow_first_call_is_neither_measured_nor_counted_as_warm_up() -> None:
 
 
 class AsynchronousClock(SimulatedClock):
-    """A clock on which calls only enqueue work. As on a GPU, the device does the work while the host
-    waits."""
+    """A clock for calls that enqueue work. As on a GPU, the device does the enqueued work while the host
+    waits; ``pending`` is the work's duration in seconds."""
 
     pending = 0.0
 
@@ -119,7 +119,8 @@ class AsynchronousClock(SimulatedClock):
 
 
 def test_work_left_by_the_first_round_is_not_counted_as_warm_up() -> None:
-    """If the first call compiles, it may also tune. Tuning may leave the device busy for a long time."""
+    """A first call that compiles may also tune, and tuning may leave the device busy for a long time. The
+    warm-up must begin after this work."""
     clock, left = AsynchronousClock(), iter([60.0])
 
     def call() -> None:
@@ -143,7 +144,7 @@ def test_samples_belong_to_their_arms_and_leave_the_flush_out() -> None:
 
 def test_interleaving_cancels_drift() -> None:
     noise = random.Random(5)
-    clock = SimulatedClock(drift=0.03)  # 20% slower at the end than at the start
+    clock = SimulatedClock(drift=0.03)  # calls at the end are 20% slower than calls at the start
     arms = [
         clock.work("a", lambda: 0.102 * noise.gauss(1, 0.002)),
         clock.work("b", lambda: 0.1 * noise.gauss(1, 0.002)),
@@ -171,7 +172,7 @@ def test_host_time_waits_outside_its_region() -> None:
     def wait() -> None:
         nonlocal waits
         waits += 1
-        sum(range(300_000))  # some milliseconds, which must not be counted
+        sum(range(300_000))  # takes some milliseconds, which must not be counted
 
     assert host_time(lambda: None, 5, synchronize=wait) < 1e-4
     assert waits >= 5
@@ -194,7 +195,7 @@ def test_intervals_cover_equal_arms_and_are_not_vacuous() -> None:
         sum(i.bootstrap[0] <= 1 <= i.bootstrap[1] for i in found),
         sum(i.student[0] <= 1 <= i.student[1] for i in found),
     ):
-        assert covered >= 52  # of 60 intervals at 95%; fewer than 52 would have a probability of 0.3%
+        assert covered >= 52  # of 60; correct 95% intervals cover fewer than 52 with a probability of 0.3%
     assert sum(i.student[0] <= 1 <= i.student[1] for i in found) < 60
     assert sum(i.high - i.low for i in found) / 60 < 0.015
 
@@ -225,7 +226,8 @@ def test_pairing_uses_what_rounds_share() -> None:
 
 
 def test_a_clock_that_steps_leaves_the_ratio_alone() -> None:
-    """Half of the rounds run at each clock. The two arms' medians may then fall on different clocks."""
+    """Half of the rounds run at one clock rate, and half at another. So the two arms' medians may come from
+    rounds at different rates."""
     generator = random.Random(15)
     found = []
     for _ in range(20):
@@ -248,14 +250,14 @@ def test_ratio_is_reproducible_exact_and_serialises() -> None:
 
 
 def process(generator: random.Random, speedup: float, spread: float) -> tuple[list[float], list[float]]:
-    """Return both arms' times in one process. The logarithm of their ratio is random, with mean
-    log(``speedup``) and standard deviation ``spread``."""
+    """Return the times of two arms in one process. Each process has its own ratio of the two arms: its
+    logarithm is random, with mean log(``speedup``) and standard deviation ``spread``."""
     own = speedup * math.exp(generator.gauss(0, spread))
     return noisy(generator, 2e-3 * own, 12), noisy(generator, 2e-3, 12)
 
 
 def test_processes_are_the_sample_not_their_rounds() -> None:
-    """The rounds of one process agree with each other, but all of them may be wrong in the same way. Only
+    """The rounds of one process agree with each other, but a whole process may measure a wrong ratio. Only
     intervals over several processes cover the true ratio."""
     generator = random.Random(3)
     covered = within = 0
@@ -362,7 +364,7 @@ def test_eager_is_the_formulation_by_hand(inputs: dict[str, torch.Tensor]) -> No
 
 
 def test_compiled_gives_the_same_numbers(inputs: dict[str, torch.Tensor]) -> None:
-    out = compiled(tiny(), [inputs], SIZES, backend="aot_eager")[0]()  # inductor takes 25 s on a CPU
+    out = compiled(tiny(), [inputs], SIZES, backend="aot_eager")[0]()  # inductor would take 25 s on a CPU
     for name, want in eager(tiny(), inputs, SIZES)().items():
         assert out[name].dtype == want.dtype
         torch.testing.assert_close(out[name], want)
@@ -414,7 +416,7 @@ def test_sizes_are_those_given(inputs: dict[str, torch.Tensor]) -> None:
 
 def test_many_sizes_compile_in_one_process(inputs: dict[str, torch.Tensor]) -> None:
     spec = tiny(outputs=ONLY_S, reference="s = rstd * F")
-    for f in range(2, 14):  # torch.compile keeps at most eight results for one function
+    for f in range(2, 14):  # torch.compile keeps at most eight compiled versions of a function
         (call,) = compiled(spec, [inputs], SIZES | {"F": f}, backend="eager")
         out = call()
         torch.testing.assert_close(out["s"], inputs["rstd"] * f)

@@ -1,5 +1,5 @@
-"""Tests of the inputs drawn for each form of init, family and dtype, and of the reference's results for
-them."""
+"""Tests of the inputs that are drawn for each form of ``init``, each family and each dtype, and of the
+results that the reference computes from such inputs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_integers_are_uniform_and_one_in_ten_is_ignored(family: str) -> None:
 
 
 def test_integers_reach_both_ends_of_their_range() -> None:
-    spec = one("int32", {"integers": (-2, "2 * K - 29")})  # -2 to 2
+    spec = one("int32", {"integers": (-2, "2 * K - 29")})  # for K = 16: the integers from -2 to 2
     other = draw(spec, MANY, 0)["other"]
     assert other.dtype == torch.int32 and sorted(set(other.tolist())) == [-2, -1, 0, 1, 2]
     assert sorted(set(draw(spec, MANY, 0)["target"].tolist())) == [-100, *range(50)]
@@ -107,7 +107,7 @@ def test_fp8_is_clamped_and_keeps_its_scale_where_it_would_vanish() -> None:
     a = {family: inputs["a"].float() for family, inputs in drawn.items()}
     assert drawn["normal"]["a"].dtype == torch.float8_e4m3fn
     assert a["normal"].isfinite().all() and a["normal"].abs().max() == 448
-    share = (a["normal"].abs() == 448).float().mean().item()  # 432 and more round to 448: 2.16 sigma
+    share = (a["normal"].abs() == 448).float().mean().item()  # values of 432 (2.16 sigma) and more become 448
     assert share == pytest.approx(0.031, abs=0.003)
     assert torch.equal(a["tiny"], a["normal"])
     assert torch.equal(a["positive"], a["normal"].abs())
@@ -165,7 +165,7 @@ def test_outliers_are_the_same_rows_of_all_activations(families: dict[str, dict[
     assert usual.min() > 1 / 101 and usual.max() < 1 / 29
     columns = drawn["w"].abs().amax(0) / normal["w"].abs().amax(0)
     assert 0.05 < (columns > 0.5).double().mean() < 0.2 and columns.min() > 1 / 101
-    assert all((drawn[name].abs() <= normal[name].abs()).all() for name in drawn)  # so nothing can overflow
+    assert all((drawn[name].abs() <= normal[name].abs()).all() for name in drawn)  # so no value can overflow
 
 
 def test_tails_are_the_same_few_rows_of_all_activations(families: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -216,7 +216,7 @@ def test_low_rank_is_of_rank_eight_at_most_and_of_the_same_size(
     for name in ("y", "w", "x"):
         matrix = families["low_rank"][name]
         values = torch.linalg.svdvals(matrix)
-        assert values[8] < 0.02 * values[0]  # the rest comes from rounding to bf16
+        assert values[8] < 0.02 * values[0]  # not zero, because values are rounded to bf16
         assert matrix.std().item() == pytest.approx(families["normal"][name].std().item(), rel=0.25)
         assert matrix.abs().max() < 7 * matrix.std()
 
@@ -229,13 +229,13 @@ def test_integers_are_few_multiples_of_a_power_of_two(families: dict[str, dict[s
     steps = drawn["scale"] * 2**9
     assert torch.equal(steps, steps.round()) and set(steps.int().tolist()) == set(
         range(11, 21)
-    )  # within the range of its init
+    )  # the steps within the range of its init
 
 
 def test_one_may_divide_by_an_integers_scale() -> None:
     spec = Spec.model_validate(SPEC)
     seen = {float(draw(spec, SIZES, seed, family="integers")["scale"]) for seed in range(20)}
-    assert seen == {0.5, 1.0}  # the range is [0.5, 1.5); 0.75 has no exact reciprocal
+    assert seen == {0.5, 1.0}  # the range is [0.5, 1.5), but the reciprocal of 0.75 is not exact
 
 
 def test_one_row_can_be_drawn_in_every_family() -> None:
@@ -280,7 +280,7 @@ def test_fp8_operands_are_exact_and_what_is_made_of_them_is_rounded_to_bf16() ->
     torch.testing.assert_close(got["c"].double(), a @ b.mT, rtol=1e-5, atol=1e-3)
     rounded = (inputs["a"].float() * 1.01).bfloat16().double() @ b[0]
     torch.testing.assert_close(got["t"].double(), rounded, rtol=1e-5, atol=1e-3)
-    assert (got["t"].double() - 1.01 * (a @ b[0])).abs().max() > 0.5  # fp32 operands would give other values
+    assert (got["t"].double() - 1.01 * (a @ b[0])).abs().max() > 0.5  # so the operands were not in fp32
 
 
 def test_no_mutant_survives_and_the_yardstick_passes() -> None:

@@ -1,5 +1,5 @@
-"""Tests of the interpret gate's runs: they draw new inputs and sizes, pass honest kernels, and fail kernels
-whose mathematics is almost right."""
+"""Tests of the runs that the interpret gate makes. The runs have new inputs and sizes. Honest kernels pass
+every run, and a kernel whose mathematics is only almost right fails a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def spec_of(name: str) -> Spec:
 
 
 def faults(spec: Spec, source: str, run: InputSettings) -> dict[str, set[str]]:
-    """Return the names of the outputs that fail, for each way in which outputs are judged."""
+    """Return the names of the outputs that fail, once as judged after rounding (``STORED``) and once as
+    judged before rounding."""
     found = Comparison.of(spec, run).errors(program_of(spec, source))
     return {how: {e.name for e in errors if not e.passed} for how, errors in found}
 
@@ -129,8 +130,8 @@ def gemm_swiglu_mlp(x, w_gate_up, w_down):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_matmul_reads_is_judged_unrounded_too(seed: int) -> None:
-    """If the gate judged act only as stored in 16 bits, rounding would hide a wrong tail. The matmul reads
-    the rounded act in any case."""
+    """The second matmul reads act rounded to 16 bits, and rounding hides a wrong tail. So the gate must judge
+    act before rounding, too."""
     spec, run = spec_of("gemm_swiglu_mlp"), InputSettings({"M": 200, "D": 88, "F": 112}, "tails", seed)
     assert faults(spec, MLP, run) == {STORED: set(), "not rounded": set()}
     cut = MLP.replace("silu(gate)", "where(gate < -7, gate * 0, silu(gate))")
@@ -181,8 +182,8 @@ def test_what_clamps_values_of_a_trained_models_residual_stream_is_seen(seed: in
 def test_where_one_value_outweighs_a_row_the_worst_element_may_be_far_off(
     sizes: dict[str, int], seed: int
 ) -> None:
-    """These are two of 9000 draws. In them, the error of an honest kernel's worst element was 12 and 16 times
-    the error of the yardstick's worst element."""
+    """In two of 9000 draws, the error of an honest kernel's worst element was 12 and 16 times the error of
+    the yardstick's worst element. This test repeats the two draws, which must pass."""
     spec, source = spec_of("gemm_swiglu_bwd"), (KERNELS / "gemm_swiglu_bwd.py").read_text()
     assert faults(spec, source, InputSettings(sizes, "spikes", seed)) == {STORED: set(), "not rounded": set()}
 
@@ -205,7 +206,8 @@ def test_what_begins_at_some_extent_is_seen_at_a_long_one(dim: str, old: str, ne
 
 
 def test_what_begins_where_two_extents_are_long_at_once_is_seen() -> None:
-    """Runs that stretch one extent cannot find this fault, because their other extents are short."""
+    """This kernel is wrong only if its rows and its columns are long. Runs that stretch one extent cannot
+    show the error, because their other extents are short."""
     spec = spec_of("gemm_rmsnorm_swiglu")
     old = "silu(gate)"
     rows, columns = (f"gate.{extent} * (gate * 0 + 1) > 330" for extent in ("rows", "columns"))

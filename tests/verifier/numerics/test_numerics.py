@@ -60,8 +60,8 @@ def fp8_operands(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sums(t: Tensor) -> Tensor:
-    """Sum rows over tiles of 128 columns, one value at a time; add the partials one by one, as a generated
-    kernel would."""
+    """Sum each row as a generated kernel would: add up each tile of 128 columns one value at a time, then add
+    the tiles' sums one by one."""
     total = torch.zeros(t.shape[0])
     for tile in t.split(128, 1):
         partial = torch.zeros(t.shape[0])
@@ -102,7 +102,7 @@ class Bench:
         self.yard = reference.yardstick(self.spec, self.inputs, sizes)
 
     def faults(self, got: Outputs) -> dict[str, str]:
-        """Return the reasons for the failures, by the names of the outputs that fail."""
+        """Return the reason of each failure, by the name of the output that fails."""
         return {e.name: e.reason for e in compare(self.spec, got, self.truth, self.yard) if not e.passed}
 
 
@@ -126,7 +126,7 @@ def test_norm_is_what_the_layers_compute():
 def test_swiglu_is_that_of_separate_projections():
     b = Bench(SWIGLU, at(SPECS[SWIGLU], 40, 24, 56))
     i = {k: v.double() for k, v in b.inputs.items()}
-    x = i["x"] * i["rstd"][:, None]  # applied before the product, not after it
+    x = i["x"] * i["rstd"][:, None]  # the reference applies rstd after the product
     gate, up = x @ i["w"][0::2].mT, x @ i["w"][1::2].mT
     torch.testing.assert_close(b.truth["act"], silu(gate) * up, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(b.truth["preact"][:, 1::2], up, rtol=1e-12, atol=1e-12)
@@ -348,13 +348,13 @@ def test_what_overflows_in_the_reference_too_is_excused_and_nothing_else():
         return stats.wrong, stats.first_wrong
 
     assert wrong() == (1, (7, 3))
-    yard[7, 9] = math.inf  # overflows in fp32, although the truth is finite
+    yard[7, 9] = math.inf  # the yardstick overflows, although the truth is finite
     assert wrong()[0] == 0
-    got[7, 4] = math.nan  # a second wrong value; the yardstick has one in this row
+    got[7, 4] = math.nan  # row 7 now has two non-finite values; the yardstick has only one there
     assert wrong() == (2, (7, 3))
-    got[7, 4], got[8, 0] = 3.0, math.nan  # another row
+    got[7, 4], got[8, 0] = 3.0, math.nan  # in row 8, the yardstick has no non-finite value
     assert wrong() == (1, (8, 0))
-    got[8, 0], truth[1, 1] = 3.0, math.inf  # here the output must be infinite
+    got[8, 0], truth[1, 1] = 3.0, math.inf  # the truth is infinite, so the output must be
     assert wrong() == (1, (1, 1))
 
 
@@ -392,7 +392,7 @@ def test_small_values_count_by_themselves():
     wide = yard.clone()
     wide[9, 9] *= 1.05
     assert "row 9, column 9" in values(wide, truth, yard)
-    wide[9, 9] = truth[9, 9] * 1.03  # an error of a thirty-second of the value is allowed
+    wide[9, 9] = truth[9, 9] * 1.03  # an error of up to 1/32 of the value is allowed
     assert values(wide, truth, yard) == ""
 
 
@@ -407,7 +407,8 @@ def test_a_missing_eps_fails_where_eps_decides():
         bench = Bench(NORM, at(SPECS[NORM], 200, 128, 256), family=family)
         got = kernel(NORM, bench.inputs)
         rstd = torch.rsqrt(bench.truth["h"].square().mean(-1)).float()
-        # Only the other families show the error: they have rows near sqrt(eps), or exact sums of squares.
+        # These four families cannot show the error. All others have rows near sqrt(eps), or exact sums of
+        # squares.
         decides = family not in ("normal", "positive", "large", "huge")
         assert set(bench.faults({**got, "rstd": rstd})) == ({"rstd"} if decides else set()), family
 
@@ -441,8 +442,8 @@ def test_ratios_against_plain_arithmetic(benches):
 
 
 def test_the_worst_tile_is_the_one_that_exceeds_its_slack_most():
-    """The error ratio of a tile with few elements scatters more than that of a full tile. Even if a small
-    tile has the largest ratio, this ratio must not hide a full tile that exceeds its limit."""
+    """A tile with few elements has a wider limit than a full tile, because its error ratio scatters more. So
+    the tile with the largest ratio must not hide a full tile that exceeds its own limit."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(129, 256, generator=generator, dtype=torch.float64)
     error = 2.0**-9 * torch.rand(129, 256, generator=generator, dtype=torch.float64)
@@ -514,8 +515,8 @@ def test_a_wrong_dtype_is_our_bug(benches):
 
 @pytest.fixture(scope="module")
 def whole():
-    """Return a bench whose inputs are small integers, so that every sum is exact, and the names of the exact
-    outputs."""
+    """Return a bench and the names of its exact outputs. The bench's inputs are small integers, so that every
+    sum is exact."""
     bench = Bench(SWIGLU, at(SPECS[SWIGLU], 300, 512, 264), family="integers")
     values = reference.fp32(bench.spec, bench.inputs, bench.sizes)
     return bench, exactness.exact_outputs(values, bench.truth)
@@ -550,7 +551,8 @@ def test_other_orders_of_summation_are_exact_too(whole):
 
 
 def one_product_dropped(a: Tensor, b: Tensor) -> Tensor:
-    """A cheat: one element of a hundred thousand lacks one product, the smallest that is not zero."""
+    """A cheat: one output element of a hundred thousand lacks one product. It is the smallest non-zero
+    product that the first element of K gives."""
     total, first = tensor_core(a, b), a[:, :1].float() * b[:1].float()
     least = first.abs() == first[first != 0].abs().min()
     at = int(total.abs().where(least, math.inf).argmin())

@@ -1,4 +1,5 @@
-"""Sizes other than a spec's cases: kernels must run at these sizes, and cannot be fitted to them."""
+"""Tests of sizes that no case of a spec has. A kernel must run at these sizes, and cannot be fitted to
+them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_small_sizes_tell_axes_apart(name: str) -> None:
     spec = spec_of(name)
     large, small = small_sizes(spec)
     for sizes in (large, small):
-        # if several dims are static, they take their sizes from a case
+        # if a spec has several static dims, these dims take their sizes from a case
         static = [sizes[dim] for dim in spec.static] if len(spec.static) > 1 else []
         free = [size for dim, size in sizes.items() if not static or dim not in spec.static]
         assert sizes.keys() == spec.dims.keys() and len(set(free)) == len(free)
@@ -77,7 +78,7 @@ def test_a_seed_gives_the_same_sizes_again_and_another_others() -> None:
     drawn = [hidden(spec, seed) for seed in range(20)]
     assert drawn == [hidden(spec, seed) for seed in range(20)]
     assert len({tuple(sizes.values()) for sizes in drawn}) == 20
-    assert {sizes["M"] % 8 for sizes in drawn} >= {1, 3, 5, 7}  # any number of rows is aligned
+    assert {sizes["M"] % 8 for sizes in drawn} >= {1, 3, 5, 7}  # odd numbers of rows are aligned, too
     assert max(sizes["M"] for sizes in drawn) > 750 and {sizes["K"] % 16 for sizes in drawn} == {0, 8}
 
 
@@ -105,7 +106,7 @@ def test_weights_that_only_their_rows_name_are_no_activations() -> None:
 def test_all_dims_are_long_at_once(name: str) -> None:
     spec = spec_of(name)
     (sizes,) = together(spec, 4)
-    free = [dim for dim in spec.dims if dim not in (*spec.static, "E")]  # there are few experts
+    free = [dim for dim in spec.dims if dim not in (*spec.static, "E")]  # not E: there are few experts
     found = extents(spec, sizes)
     longest = {dim: max(n for text, n in found.items() if dim in Dim.parse(text).names) for dim in free}
     assert min(longest.values()) > 700 and max(found.values()) <= 1024
@@ -126,7 +127,7 @@ def test_each_octave_up_to_the_largest_case_has_sizes_that_no_case_has(name: str
         cases = {case.sizes[dim] for case in spec.cases}
         found = [sizes[dim] for d, sizes in drawn if d == dim]
         assert not cases & set(found) and max(found) < max(cases)
-        # Four heads or more have at least 256 columns; with 256 columns, at most 8192 rows are allowed.
+        # At least four heads (256 columns) are drawn; ``ELEMENTS`` allows 8192 rows of 256 columns.
         most = 8191 if "qk" in name and dim == "M" else max(cases)
         whole = [power for power in range(6, 20) if 2 ** (power + 1) <= most]
         for octave in (range(2**power, 2 ** (power + 1)) for power in whole):
@@ -135,7 +136,7 @@ def test_each_octave_up_to_the_largest_case_has_sizes_that_no_case_has(name: str
             assert len(ragged) == 1 and len(many) <= 2, (dim, octave)
             assert (
                 len(many) == 2 or octave.start < 256
-            )  # 64 or 128 may be a case's size, or lie in the half for ragged sizes
+            )  # 64 or 128 may be a case's size, or lie in the half of the octave for ragged sizes
     for _, sizes in drawn:
         assert alignment_errors(program, sizes) == []
         tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
@@ -151,9 +152,9 @@ def test_what_lies_between_is_drawn_anywhere_and_at_round_sizes_too() -> None:
     for low, high in ((1504, 2040), (2100, 2400), (3800, 4090), (4100, 5000), (7000, 8190)):
         assert sum(low < n < high for n in found) > 12, (low, high)
     assert {512, 1024, 3072, 5120, 6144} <= set(found)
-    assert all(any(2048 < n < 4096 for n in once) for once in by_seed)  # a whole octave is never missed
+    assert all(any(2048 < n < 4096 for n in once) for once in by_seed)  # every draw has a size in this octave
 
 
 def test_sizes_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="spec gemm_rope: only its cases"):
-        hidden(spec_of("gemm_rope"), 0, rows=64)  # 64 is a multiple of half a tile
+        hidden(spec_of("gemm_rope"), 0, rows=64)  # hidden sizes are no multiples of half a tile, 64

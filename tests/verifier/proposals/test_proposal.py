@@ -102,7 +102,7 @@ def test_good_functions(tmp_path: Path, no_compiler: None) -> None:
     assert [g.gate for g in found.gates] == ["form", "interpret", "compile"]
     assert found.identity.raw and found.unmeasured == proposal_gates.UNMEASURED
     assert set(found.gates[1].figures["worst_rms_ratio"]) == set(FAMILIES)
-    assert "softsign" not in OPERATIONS  # it is registered only in the frame
+    assert "softsign" not in OPERATIONS  # softsign is registered only while the frame is lowered
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,8 @@ def test_what_is_refused(
     ],
 )
 def test_what_cannot_be_computed_is_refused(statement: str, words: str) -> None:
-    """If such a function were not refused, it would count as checked although its values are unknown."""
+    """A function that the interpreter cannot compute must be refused. Otherwise it would count as checked,
+    although its values are unknown."""
     source = f'def softsign(x: Any) -> Any:\n    """Page."""\n    {statement}\n'
     with pytest.raises(RawError, match=re.escape(f"{words}: this cannot be computed without a GPU")) as found:
         arithmetic.answer(source, "softsign", 1, [(False, [torch.ones(4)])])
@@ -172,8 +173,8 @@ def test_what_cannot_be_computed_is_refused(statement: str, words: str) -> None:
 def test_what_cannot_be_computed_is_refused_with_its_line_and_what_can_be(
     tmp_path: Path, no_compiler: None
 ) -> None:
-    """A helper calls the unknown function, after another call has returned; the error names the helper's
-    line. The author's prompt lists the known functions."""
+    """A helper calls an unknown function. The error names the line of this call, although another call
+    returned before it. The author's prompt lists the known functions."""
     unknown = FAST.replace("cute.arch.rcp_approx(weight)", "cute.math.absf(weight)")
     unknown = unknown.replace("return x *", "y = magnitude(x)\n    return y *")
     source = CONSTANT + EXACT + unknown
@@ -329,8 +330,8 @@ def test_a_device_module_that_an_edit_does_not_name_is_no_part_of_it(
 
 
 def test_the_frame_calls_the_fast_function_where_there_is_one(tmp_path: Path) -> None:
-    """The fast and the exact text have the same program, so the cache of lowering must tell the texts
-    apart."""
+    """The text with the fast function and the text with the exact function have the same program. So the
+    cache of lowering must tell the two texts apart."""
     made, spec = proposed(tmp_path)
     fast, exact = (made.framed(spec, GOOD, fast) for fast in (True, False))
     called = [f"{made.name}_fast(" in text.partition("\nclass ")[2] for text in (fast, exact)]
@@ -344,5 +345,5 @@ def test_the_frame_compiles_and_refuses_what_is_no_arithmetic(tmp_path: Path) ->
     resources = report(KernelSource(made.program(spec), edited=raw), SIZES, PROBES[:1])
     assert len(resources) == 1 and not any(r.spill_loads for r in resources)
     assert KernelSource(made.program(spec), edited=raw).lowered.edited
-    found = verdict((made, spec), f"{GOOD}    return open('/etc/passwd')\n")  # never reached
+    found = verdict((made, spec), f"{GOOD}    return open('/etc/passwd')\n")  # the statement is never reached
     assert isinstance(found, Rejected) and (found.gate, found.code) == ("compile", "language"), found

@@ -1,5 +1,5 @@
-"""Tests of the jail with many hostile sources and on systems that lack some of its layers, and tests of
-compilers that hang, crash or flood."""
+"""Tests of the jail with many hostile sources, and on systems that lack some of the jail's layers. Further
+tests have compilers that hang, crash, or write too much output."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 # Many hostile sources
 
-RUNS = int(os.environ.get("CODA_AGENT_JAIL_RUNS", "100"))  # 1000 take a minute
-LEAK = 1024  # bytes per run
+RUNS = int(os.environ.get("CODA_AGENT_JAIL_RUNS", "100"))  # 1000 sources take a minute
+LEAK = 1024  # bytes by which memory may grow per run
 
 
 def resident_bytes() -> int:
@@ -110,7 +110,7 @@ def test_a_limit_that_a_system_lacks_takes_no_other_with_it(monkeypatch: pytest.
 @pytest.mark.parametrize("missing", [(), ("seccomp",), ("landlock", "seccomp")])
 def test_what_is_missing_is_in_the_report(monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]) -> None:
     monkeypatch.setattr(jail, "BOOT", LACKING % (missing,))
-    monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *given: None)  # takes seconds
+    monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *given: None)  # would take seconds
     report = check(RMSNORM.spec, RMSNORM.source, weak_jail=True).report
     assert isinstance(report, Checked)
     words = f"the jail lacks {', '.join(missing)} on this machine"
@@ -178,7 +178,8 @@ COMPILE += "from coda_agent.primitives.lang.ir import Program\n"
 COMPILE += "report(KernelSource(Program.from_json(sys.stdin.read())), {})"
 
 
-# A replacement for QuACK, which only the compiler imports. It records its process id and does not end.
+# A replacement for QuACK, which only the compiler's process imports. The import records the id of this
+# process and never ends.
 ENDLESS = """
 import os, time
 open("{note}.draft", "w").write(str(os.getpid()))
@@ -207,8 +208,8 @@ def test_a_compiler_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_child_whose_parent_died_before_it_began_runs_nothing() -> None:
-    """The parent's death sends no signal to such a child. Instead, the child finds that it has another
-    parent."""
+    """A parent that dies so early sends the child no signal. Instead, the child must find that it has another
+    parent, and exit."""
     command = [sys.executable, "-I", "-S", subprocesses.__file__, "0", "/bin/echo", "ran"]
     done = subprocess.run(command, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, b"")

@@ -86,8 +86,8 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Assert that no test below leaves a process, descriptor or file behind. Some thirty of these tests
-    attack the jail."""
+    """Assert that a test leaves no process, descriptor or file behind. Some thirty of the tests below attack
+    the jail."""
     with nothing_left(tmp_path, monkeypatch):
         yield
 
@@ -301,8 +301,8 @@ def test_cpu_time_is_limited_where_wall_time_is_not(bare: Bare) -> None:
 
 
 def test_the_whole_group_dies_with_the_child(bare: Bare) -> None:
-    """Without seccomp, a jailed child of root can fork. All processes in the child's process group are killed
-    with the child."""
+    """Without seccomp, a jailed child that runs as root can fork. When the child ends, all processes
+    of its process group are killed."""
     source = """
 import os, time
 try:

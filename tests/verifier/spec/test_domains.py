@@ -117,7 +117,7 @@ def test_a_scalar_takes_its_ends_by_turns(tmp_path: Path) -> None:
 
     assert values("finite").count(0.0) == TURNS / 2
     for domain, ends in {"[-1, 2]": (-1.0, 2.0, 0.0), "[0, 2]": (0.0, 2.0)}.items():
-        narrow = values(domain)  # some scaled values may be clamped to an end, too
+        narrow = values(domain)  # scaled values may be clamped to an end, and then count, too
         assert min(narrow.count(end) for end in ends) >= TURNS / (len(ends) + 1)
 
 

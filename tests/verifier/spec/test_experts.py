@@ -1,5 +1,5 @@
-"""Specs with one matrix per expert: an error names the mistake and its line, and drawn inputs distribute rows
-among experts in every way."""
+"""Specs with one matrix per expert: an error names the mistake and its line, and the families of inputs
+distribute rows among experts in every way that ``ROUTINGS`` lists."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tests of which column ranges of a matrix product a program can compute.
 
-If a weight consists of two halves, as checkpoints store it, a program can separate the halves. The program
-gathers the rows of each half: it multiplies a computed matrix of ones and zeros by the weight. All other
-column ranges must have a static width.
+Checkpoints may store a weight as two halves, one after the other. A program can separate the halves: it
+computes a matrix that selects rows, and multiplies this matrix by the weight. All other column ranges must
+have a static width.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def test_parts_that_are_no_static_ranges_are_refused_with_a_remedy(tmp_path: Pat
         ("(H + 2*G)*P", "G*P", ("H", "G"), ("P",)),
         ("N + K", "N", ("K",), ("N",)),
         ("(H + 2*G)*P", "H*P", ("H", "G", "P"), ()),
-        ("2*N", "N", (), ()),  # pairs
+        ("2*N", "N", (), ()),  # ``pairs`` halves the number of columns
         ("4*N", "N", (), ()),
-        ("N", "2*N", (), ()),  # join
+        ("N", "2*N", (), ()),  # ``join`` doubles the number of columns
         ("2*H*P", "H", ("P",), ()),  # a statistic for each head
         ("96*H", "H", (), ()),
         ("N", "8", (), ()),

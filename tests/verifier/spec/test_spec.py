@@ -1,5 +1,5 @@
-"""Specs load, derive sizes from shapes, and hash as they should. Every kind of mistake gives one message with
-the line of the mistake."""
+"""Tests of how specs load, of the sizes that they derive from shapes, and of their hashes. Every kind of
+mistake gives one message with the line of the mistake."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_shipped_specs_load(name):
     assert {case.name for case in spec.cases} >= models | {"decode", "ragged"}
     assert experts or all(case.sizes["M"] == 16384 for case in spec.cases if case.decides)
     assert spec.case("decode").bench == "report" and not spec.case("ragged").bench
-    summed = any(output.updates for output in spec.outputs.values())  # summed over M and added to an input
+    summed = any(output.updates for output in spec.outputs.values())  # an update is a sum over M
     assert reference.row_dim(spec) == (None if summed else ("M" if "M" in spec.dims else "T", False))
 
 
@@ -230,7 +230,7 @@ def test_dims_solve_through_one_another(write):
     path = write("[2*N, K]", "[N*K + N, K]")
     shapes = {"a": (8, 16), "b": (51, 16), "scale": (8,), "old": (8, 6)}
     assert load(path, check=False).solve(shapes) == {"M": 8, "K": 16, "N": 3}
-    squared = load(write("[2*N, K]", "[N*N, K]"), check=False)  # N follows from the input old
+    squared = load(write("[2*N, K]", "[N*N, K]"), check=False)  # the shape of the input old determines N
     assert squared.solve(shapes | {"b": (9, 16)}) == {"M": 8, "K": 16, "N": 3}
     path.write_text(GOOD.replace("2*N", "N*N"))
     assert "dim 'N' follows from no input's shape" in fails(path, check=False)

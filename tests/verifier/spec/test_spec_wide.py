@@ -55,8 +55,8 @@ def write(tmp_path, monkeypatch):
 
 
 def test_what_a_processor_s_kernel_lacks_is_no_mistake_of_the_baseline_s(write, monkeypatch):
-    """On some CPUs, oneDNN provides a scaled matmul that accepts fewer kinds of scales than a GPU's. Its
-    refusal must not make the spec's baseline invalid."""
+    """On some CPUs, oneDNN computes the scaled matmul, and accepts fewer kinds of scales than a GPU. If
+    oneDNN refuses the scales of a baseline, the baseline must still be valid."""
 
     def lacking(*_: object, **__: object) -> None:
         raise RuntimeError('Linear.cpp":516, INTERNAL ASSERT FAILED: only scalar scales, please report a bug')
@@ -249,7 +249,7 @@ def test_the_multiple_that_a_reference_needs_is_in_the_message(tmp_path, referen
 
 
 def test_blocks_of_a_wide_spec_change_nothing(write, monkeypatch):
-    spec, sizes = load(write()), {"M": 300, "K": 20, "N": 12}  # count restarts after 80 rows
+    spec, sizes = load(write()), {"M": 300, "K": 20, "N": 12}  # position restarts after 80 rows
     inputs = draw(spec, sizes, seed=1)
     whole, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
     monkeypatch.setattr(reference, "BLOCK_BYTES", 1)
@@ -273,7 +273,7 @@ LEAN = {
 def test_blocks_count_what_is_made_on_the_way():
     spec = Spec.model_validate(LEAN)
     row, rows = reference._rows(spec, spec.cases[0].sizes)
-    assert row == ("M", False) and rows == 256  # in six fp64 tensors, 348 rows fill 2 GiB; 2 * 128 rows fit
+    assert row == ("M", False) and rows == 256  # 348 rows of six fp64 tensors fill 2 GiB; 2 * 128 rows fit
     for fits in ({"M": 16384, "D": 8, "V": 1000}, {"M": 256, "D": 8, "V": 128256}):
         assert reference._rows(spec, fits) is None
 

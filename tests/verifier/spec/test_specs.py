@@ -1,9 +1,9 @@
 """The shipped specs: each reference computes the layer that its spec describes, and no spec lets a wrong
 kernel pass.
 
-The truth is PyTorch's own layers and autograd in fp64. Some inputs are statistics, which are drawn at random.
-A truth may first replace these random values by the statistics of a forward pass, because a deferred norm
-equals the norm only with true statistics.
+A truth computes a spec's outputs by PyTorch's own layers and autograd, in fp64. Some inputs are statistics of
+rows, such as ``rstd``, but have random values. A truth may first replace these values by the statistics of a
+forward pass, because a deferred norm equals the norm only if its statistics are correct.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRUTHS: dict[str, Truth] = {}
 
 
 def truth(*names: str) -> Callable[[Truth], Truth]:
-    """Register a function that computes the outputs of these specs without their references."""
+    """Register a function that computes the outputs of the specs ``names`` without using their references."""
 
     def register(function: Truth) -> Truth:
         TRUTHS.update(dict.fromkeys((f"gemm_{name}" for name in names), function))
@@ -68,7 +68,7 @@ def halves(t: Tensor) -> tuple[Tensor, ...]:
 
 
 def rotated(t: Tensor, turn: Tensor) -> Tensor:
-    """Read pairs of adjacent columns as complex numbers [M, H*P]. Multiply the numbers of each head by
+    """Read each pair of adjacent columns as a complex number, and multiply the P numbers of each head by
     ``turn`` [M, P]."""
     return torch.view_as_real(torch.view_as_complex(t.unflatten(1, (-1, turn.shape[1], 2))) * turn[:, None])
 
@@ -198,7 +198,7 @@ def _(i: Tensors) -> Tensors:
 
 @truth("qkv_rope", "rmsnorm_qkv_rope", "rmsnorm_qkv_bias_rope", "rmsnorm_qkv_norm_rope")
 def _(i: Tensors) -> Tensors:
-    """Compute three products, one for each part of the weight that checkpoints store separately."""
+    """Compute q, k and v by separate products, with the three weights that checkpoints store."""
     turn = torch.complex(*halves(i["cos_sin"]))
     width, x = 2 * turn.shape[1], i["x"] * i.get("rstd", torch.ones(1))[:, None]
     groups = next(g for g in HEADS if len(i["w"]) == (HEADS[g] + 2 * g) * width)
@@ -425,7 +425,7 @@ def test_rows_can_be_cut_unless_the_matmul_sums_over_them(name):
 
 ROUNDED = "preact.bfloat16().float()[:, 0::2]"
 SLIPS = [
-    ("rope", "(H, P, 2)).unbind(-1)", "(H, 2, P)).unbind(2)"),  # pairs from halves of a head
+    ("rope", "(H, P, 2)).unbind(-1)", "(H, 2, P)).unbind(2)"),  # a pair has one column of each half
     ("rope", "even * cos - odd * sin", "even * cos + odd * sin"),
     ("rmsnorm_rope", " * rstd[:, None]", ""),
     ("qkv_rope", "(2 * (H + G) * P, 2 * G * P), 1)\n", "(2 * G * P, 2 * (H + G) * P), 1)[::-1]\n"),  # v first

@@ -110,8 +110,9 @@ return {"y": where(t < 0.25, near, 1 - exp(0 - t))}"""
     [("z - tanh(z)", TANHSHRINK), ("tanhshrink(z)", TANHSHRINK), ("-torch.expm1(-exp(z))", CLOGLOG)],
 )
 def test_a_series_may_replace_a_form_that_cancels(tmp_path: Path, reference: str, body: str) -> None:
-    """For small values, the gate allows an error as large as for larger values. So the form that cancels
-    passes too, and no value needs a series. A kernel may still choose a series for small values."""
+    """A kernel may compute small values by a series, if its other formula cancels there. No value needs the
+    series: the error gate allows small values as large an error as larger values, so the other formula would
+    pass alone."""
     spec = activation(tmp_path, reference)
     figures = interpreted(spec, kernel(spec, body))
     assert "where" in {choice["op"] for choice in figures["choices"]}
@@ -186,7 +187,7 @@ def test_a_choice_by_sizes_and_literals_alone_is_refused_with_its_line(choice: s
         "1 - 1e-12 / ((x.columns - 2048) ** 2 + 1e-12)",
         "1 - sigmoid(x.columns - 2047)",
         "(x.columns + 0 * rstd != 2048)",
-        "1 - 0.03 / ((x.rows - 1595) ** 2 + 0.03)",  # a size that no case has
+        "1 - 0.03 / ((x.rows - 1595) ** 2 + 0.03)",  # no case has 1595 rows
     ],
 )
 def test_outputs_do_not_jump_with_a_size(factor: str) -> None:

@@ -51,7 +51,7 @@ def test_the_slips_of_a_norm() -> None:
         "'(h * h).mean(-1) + eps' without its second term",
         "'y @ w.mT + x' with its sign flipped",
         "'(h * h).mean(-1)' along the other axis",
-        "'(h * h).mean(-1)' as if over K=2048",  # N is 2048 too
+        "'(h * h).mean(-1)' as if over K=2048",  # in case 1B, N=2048 gives the same text
         "eps as 0",
     }
     assert found.keys() >= {
@@ -103,7 +103,7 @@ def test_wrong_choices_and_wrong_inputs() -> None:
     assert "h * rstd.bfloat16().float()[:, None]" in backward["rstd in bf16"].text
     short = backward["'(d * hhat).sum(0)' without the last"].text
     assert "(d * hhat).narrow(0, 0, (d * hhat).shape[0] - 1).sum(0)" in short
-    assert "dw rounded to bf16" not in named(spec_of("grad_accumulate"))  # dw is an input, read as it is
+    assert "dw rounded to bf16" not in named(spec_of("grad_accumulate"))  # dw is an input, not computed
     assert "act rounded to bf16" not in named(spec_of("swiglu_mlp"))  # its matmul rounds act to bf16 anyway
 
 
@@ -191,8 +191,8 @@ def test_gelus_other_form_is_seen_unrounded_only() -> None:
 
 
 def test_a_text_that_is_right_but_for_the_order_of_its_roundings_is_no_mutant() -> None:
-    """With the cap, no logit exceeds 30, so the sum of exponentials is right without a subtracted maximum.
-    Without the cap, the sum overflows."""
+    """With the cap, no logit exceeds 30, so the sum of exponentials is correct even if no maximum is
+    subtracted. Without the cap, such a sum overflows."""
     name = "'logsumexp(logits, -1)' as 'log(exp(logits).sum(-1))'"
     capped, free = spec_of("softcap_cross_entropy"), spec_of("partial_cross_entropy")
     for spec in (capped, free):
@@ -217,8 +217,8 @@ def test_a_maximum_that_begins_at_zero_is_seen_where_all_is_far_below_it() -> No
 
 @pytest.mark.parametrize("seed", [4, 8])
 def test_the_ends_of_a_range_tell_comparisons_apart(seed: int) -> None:
-    """With these seeds, purely random targets contain no 0, so this mutant would not differ from the
-    reference. Because both ends of the range are always drawn, the mutant differs."""
+    """With these seeds, purely random targets contain no 0, so the mutant ``target > 0`` would not differ
+    from the reference. The mutant differs because both ends of the range are always drawn."""
     spec = spec_of("partial_cross_entropy")
     (moved,) = [m for m in mutants(spec) if m.name == "'target >= 0' as 'target > 0'"]
     trial = MutationSample.of(spec, at(spec) | {"M": 300}, seed, "normal")
@@ -226,8 +226,8 @@ def test_the_ends_of_a_range_tell_comparisons_apart(seed: int) -> None:
 
 
 def test_a_text_that_says_the_same_is_no_mutant() -> None:
-    """At these sizes, a head has 32 columns. So the mutant that takes a mean as if over H=32 columns computes
-    the original mean."""
+    """One mutant divides a head's sum by case 1B's H=32 instead of by the number of columns. At the sizes of
+    this test a head has 32 columns, so the mutant computes the correct mean."""
     spec = spec_of("qk_norm_rope")
-    names = [m.name for m in mutants(spec) if "as if over H=32" in m.name]  # P is 32 too
+    names = [m.name for m in mutants(spec) if "as if over H=32" in m.name]  # P=32 gives the same text
     assert names and not set(names) & set(weak_spots(spec, at(spec, H=3, P=16) | {"M": 64}))
