@@ -121,7 +121,8 @@ def test_a_candidate_in_a_process_that_the_verifier_starts_is_heard(files: tuple
 
 def test_a_candidate_that_a_thread_runs_is_heard(files: tuple[Path, Path, Path]) -> None:
     """The thread's stack has no frame of the code that submitted the candidate, because this code runs in
-    another thread. The audit reports the candidate because the thread does nothing else."""
+    another thread. But the thread runs no other code than the candidate, and for
+    this the audit reports the candidate."""
     (said,) = heard(files, "trace(); ThreadPoolExecutor(1).submit(exec, text, {}).result()").violations
     assert "a thread that does nothing else" in said
 

@@ -1,9 +1,9 @@
 """Tests of the compared libraries without a GPU. An entry computes one spec with one library. At tiny sizes,
 each entry is compared with its spec's reference.
 
-PyTorch's entries with separate halves run without Inductor. Liger's own kernels run in Triton's interpreter,
-in a separate process. FlashInfer and upstream CODA need a GPU, so test_columns_played.py replaces their
-functions.
+PyTorch's entries that take gate and up as separate matrices run without Inductor. Liger's own kernels run in
+Triton's interpreter, in a separate process. FlashInfer and upstream CODA need a GPU, so
+test_columns_played.py replaces their functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests of FlashInfer's and upstream CODA's entries without a GPU. PyTorch replaces the functions of both
-libraries. The tests cover the arguments that these functions receive, the other work of a call, and the
-reading of outputs."""
+libraries. The tests cover the arguments that these functions receive, what else an entry computes in a
+call, and how it reads the outputs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the environment for CODA's own package. The tests really create the environment, but install a
-small package in place of CODA's."""
+"""Tests of the virtual environment for coda-kernels, the package of CODA's authors. The tests really create
+the environment, but install a small package in place of coda-kernels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of objects that are built ahead of time. The tests check which programs a patched model calls, and
-that a call waits while another process compiles its object, and then loads this object."""
+"""Tests of objects that are built ahead of time. The tests check which programs a patched model calls.
+They also check that a call waits while another process compiles the object that the call needs."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def in_bf16() -> None:
 
 
 def whole_stack() -> None:
-    """Check that a layer begins the next layer's norm only if FSDP gathers all layers together. Otherwise
-    each layer begins its own norm."""
+    """Check that a layer computes the first part of the next layer's norm only if FSDP gathers the weights
+    of all layers together. Otherwise each layer computes its own norm."""
     plain = trained(small_models.model("Llama"), tokens(), use_cache=False)
     together, apart = small_models.model("Llama"), sharded(True, stack=True)
     fused.patch(fully_shard(together), stack=True)

@@ -405,7 +405,8 @@ def read_once(spec: Spec, kernels: Path) -> str:
 
 
 def test_a_folder_that_is_a_link(spec: Path, tmp_path: Path) -> None:
-    """The recording goes to the given folder, not to a folder of the same name beside the link's target."""
+    """The folder of kernels is a link. The recording goes to the given folder of recordings, although the
+    link's target also has a folder of that name beside it."""
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "kernels").symlink_to(tmp_path / "far" / "away")
     paths = put(accepted_run(spec), tmp_path / "kernels", tmp_path / "recordings")

@@ -134,8 +134,8 @@ def test_a_merged_one_is_played_back_and_not_merged_again(
 ) -> None:
     """The replay verifies the recorded functions again. The verified text defines ``softplus`` and does not
     use the vocabulary's own function. The test removes one comma from the recorded text, so that this text
-    differs from the merged module ``device/softplus.py``. Otherwise the audit of the test session would
-    report that a candidate, the merged module, ran outside the jail."""
+    differs from the merged module ``device/softplus.py``. If both texts were equal, the audit of the test
+    session would take the merged module for a candidate, and report that it ran outside the jail."""
     kept = accept.recording("softplus", edited=True)
     (changed := tmp_path / kept.name).write_text(
         kept.read_text().replace("exp(-abs(x)), in", "exp(-abs(x)) in")

@@ -1,5 +1,5 @@
-"""The state of past runs, read from their journals. A process keeps its open journal, whoever
-reads this journal at the same time."""
+"""The state of past runs, read from their journals. Reading a
+journal does not disturb the process that has it open."""
 
 from __future__ import annotations
 

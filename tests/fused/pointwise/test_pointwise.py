@@ -1,5 +1,5 @@
-"""Tests of the pointwise part of a backward. torch.compile makes one graph of this part, and ``fused``
-compiles this part only for real tensors on a GPU."""
+"""Tests of the pointwise part of a backward. torch.compile makes one graph of this part, without
+graph breaks. ``fused`` compiles this part only for tensors on a GPU that nothing traces."""
 
 from __future__ import annotations
 

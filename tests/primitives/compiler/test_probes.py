@@ -40,8 +40,8 @@ PINGPONG, COOPERATIVE = PROBES
 
 
 def crowd(loads: int, stores: int, shape: str, dtype: str = "bf16") -> tuple[Any, tuple[str, ...]]:
-    """Return the signature and the lines of a kernel with ``loads`` loaded and ``stores`` stored tiles. The
-    ``shape`` of these tiles is [M, N] or [M, 2*N]."""
+    """Return the signature and the lines of a kernel that loads and stores many tiles. ``loads`` and
+    ``stores`` are the numbers of tiles. The ``shape`` of a tile is [M, N] or [M, 2*N]."""
     read = {f"i{k}": tensor(shape, dtype) for k in range(loads)}
     made = {f"o{k}": tensor(shape, dtype) for k in range(stores)}
     given = {"x": tensor("M, K"), "w": tensor("N, K")} | read

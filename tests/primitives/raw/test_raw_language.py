@@ -380,8 +380,8 @@ def test_a_class_has_no_type_parameters() -> None:
     ],
 )
 def test_what_a_listed_module_may_come_to_offer_is_not_permitted(name: str) -> None:
-    """A later CuTeDSL might define these names in a module that edits may import. In the installed CuTeDSL,
-    most of these names come from other modules, which is another reason to refuse them."""
+    """A later CuTeDSL might define these names in a module that edits may import. Edits still may not use
+    them."""
     module = ModuleType("cutlass.cute")
     for offered in (name, "make_layout"):
         found = FunctionType((lambda: None).__code__, {}, offered)

@@ -86,15 +86,16 @@ def test_the_interpreter_the_gpu_and_the_search_for_weak_spots_allow_the_same(
 
 
 def test_what_each_family_is_allowed() -> None:
-    assert {of_stored(family) for family in FAMILIES} == {USUAL}  # ``USUAL`` judges the errors in a report
+    assert {of_stored(family) for family in FAMILIES} == {USUAL}  # the limits of reported errors
     assert of_stored("spikes") == of_stored("spikes", long=True) == SPIKES
     assert of_stored("normal", long=True) == FEW
     assert {f for f in (*FAMILIES, *ON_CPU) if of_unrounded(f) == VALUES} == set(EXTREME)
 
 
 def test_what_no_program_could_say_is_left_to_the_families_of_a_gpu(spec: Spec) -> None:
-    """No program can have the error of the mutant ``spoilt``, so only a GPU run could show the error. GPU
-    runs draw no family of ``ON_CPU``, so these families must not judge ``spoilt``."""
+    """The mutant ``spoilt`` has an error that no program in the vocabulary can have. Only compiled code could
+    have such an error, and code runs only on a GPU. GPU runs draw no family of ``ON_CPU``, so these families
+    must not judge ``spoilt``."""
     spoilt = ReferenceMutant(
         "spoilt", spec.reference, after=lambda outputs: {k: t for k, t in outputs.items()}
     )

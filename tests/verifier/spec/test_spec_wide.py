@@ -1,5 +1,5 @@
-"""Specs with every kind of input (scalars, indices, fp8, series), with static dims, and with cases that only
-report."""
+"""Specs with every kind of input (scalars, indices, fp8, series), with static dims, and with cases that
+are measured but do not decide."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ cases:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Return a function that writes the spec ``WIDE``, with ``old`` replaced by ``new``, to wide.yaml. The
-    function returns the file's relative path."""
+    """Return a function of two texts. It writes the spec ``WIDE`` to wide.yaml, with the first text replaced
+    by the second, and returns the file's relative path."""
     monkeypatch.chdir(tmp_path)
     return partial(write_changed, Path("wide.yaml"), WIDE)
 
