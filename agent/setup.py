@@ -12,6 +12,7 @@ from coda_agent.agent import arguments, providers
 from coda_agent.agent.options import AUTO, typed_options
 from coda_agent.agent.providers.spec import RunContext
 from coda_agent.primitives.errors import Absent
+from coda_agent.primitives.target import TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from coda_agent.verifier.stages import Checkpoint
 
 
-NO_H100 = "no H100 (CUDA capability 9.0) here"
+NO_H100 = "no H100 (CUDA capability {}.{}) here".format(*TARGET.capability)
 
 
 def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:

@@ -92,11 +92,13 @@ def optimize(
     from coda_agent.verifier.loading import load
 
     path = Path(name)
-    if path.suffix != ".yaml" or runs.derived_program(path, load(path, check=False)) is None:
+    spec = load(path) if path.suffix == ".yaml" else None
+    if spec is None or runs.derived_program(path, spec) is None:
         name = typed.name_in(typed.SPECS, name)
         path = typed.shipped(typed.SPECS / f"{name}.yaml")
-        base(load(path, check=False))  # report a missing kernel first
-    spec, name = load(path), path.stem
+        spec = load(path)
+        base(spec)  # report a missing kernel first
+    name = path.stem
     header, provider = setup.new_author(name, authoring, budget.limits(), directory, edits=True)
     header |= runs.derived_beside(path, spec)
     header |= {"improve": improve, "optimizes": name}

@@ -177,7 +177,8 @@ def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding
     detail = f"{gpu}, driver {driver}, capability {capability[0]}.{capability[1]}"
     if capability == TARGET.capability:
         return Finding("CUDA device", "ok", detail)
-    return Finding("CUDA device", "missing", f"{detail}: kernels need capability 9.0 (Hopper)", ELSEWHERE)
+    needed = "kernels need capability {}.{} (Hopper)".format(*TARGET.capability)
+    return Finding("CUDA device", "missing", f"{detail}: {needed}", ELSEWHERE)
 
 
 def _driver() -> tuple[str, str]:
