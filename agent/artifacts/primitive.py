@@ -277,7 +277,7 @@ def patch(proposal: Proposal, source: str, recording: str = "") -> str:
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
-    kept = accept.recording(name, edited=True).relative_to(accept.ROOT).as_posix()
+    kept = accept.recording(name, edited=True).relative_to(ROOT).as_posix()
     paths = (VOCABULARY, FAMILY, LANGUAGE, kept)
     before = {path: (ROOT / path).read_text(encoding="utf-8") for path in paths if (ROOT / path).exists()}
     after = {

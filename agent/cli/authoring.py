@@ -92,13 +92,12 @@ def optimize(
     from coda_agent.verifier.loading import load
 
     path = Path(name)
-    spec = load(path) if path.suffix == ".yaml" else None
-    if spec is None or runs.derived_program(path, spec) is None:
-        name = typed.name_in(typed.SPECS, name)
-        path = typed.shipped(typed.SPECS / f"{name}.yaml")
-        spec = load(path)
-        base(spec)  # report a missing kernel first
-    name = path.stem
+    derived = path.suffix == ".yaml" and runs.derived_program(path, load(path, check=False)) is not None
+    if not derived:
+        path = typed.shipped(typed.SPECS / f"{typed.name_in(typed.SPECS, name)}.yaml")
+    spec, name = load(path), path.stem
+    if not derived:
+        base(spec)  # report a missing kernel before a run is made
     header, provider = setup.new_author(name, authoring, budget.limits(), directory, edits=True)
     header |= runs.derived_beside(path, spec)
     header |= {"improve": improve, "optimizes": name}
