@@ -56,7 +56,7 @@ def _(
     gradients: Sequence[Tensor], values: Sequence[Tensor], cos_sin: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     columns = sum(t.shape[1] * t.shape[3] for t in gradients)
-    return gradients[0].new_empty(len(rstd), columns), torch.empty_like(rstd, dtype=torch.float32)
+    return gradients[0].new_empty(rstd.shape[0], columns), torch.empty_like(rstd, dtype=torch.float32)
 
 
 def of_a_chain(known: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Tensor, Tensor] | None:

@@ -36,6 +36,7 @@ from test_training import (
     test_it_converges_as_the_unpatched_model,
 )
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from coda_agent import fused
 from coda_agent.verifier.loading import load
@@ -144,6 +145,22 @@ def test_a_training_step_is_captured_after_one_call(family: str) -> None:
     assert loss_of(loss, expected) < 1e-3
     for name, parameter in model.named_parameters():
         assert loss_of(parameter.grad, usual[name]) < GPU.close, name
+
+
+def test_torch_compile_calls_the_kernel_that_rotates_gradients_back() -> None:
+    called: set[str] = set()
+
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        called.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    part = PARTS["before attention, rotated"]
+    compiled = torch.compile(part.ours, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    given = part.drawn(40, torch.bfloat16, "cuda")
+    found, plain = gradients(compiled, given), gradients(part.ours, given)
+    assert "coda_agent.rotated_back.default" in called
+    for each in plain:
+        assert loss_of(found[each], plain[each]) < GPU.close, each
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layer_parts import Counted
 from torch import Tensor
 
 from coda_agent.fused import functional
@@ -81,6 +82,14 @@ def test_a_chains_pointwise_part_is_the_derived_one():
 
 def test_torch_compile_can_call_the_operator():
     torch.library.opcheck(_operator, drawn(SHAPES[0]))
+
+
+def test_one_graph_serves_any_number_of_rows():
+    counted = Counted("eager")
+    compiled = torch.compile(_operator, backend=counted, fullgraph=True, dynamic=True)
+    for length in (3, 5, 8):
+        compiled(*drawn((2, 4, 4, length, 64)))
+    assert counted.graphs == 1
 
 
 @pytest.mark.slow
