@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from typing import Literal
 
+from coda_agent.primitives.system.subprocesses import output
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -18,12 +20,6 @@ class Finding:
     remedy: str = ""
 
 
-def output(*command: str) -> str:
-    """The stripped output of a command. Raises OSError and SubprocessError."""
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    return done.stdout.strip()
-
-
 def program(name: str, command: str, without: str, install: str, reinstall: str) -> Finding:
     """Check that a command is on PATH and prints its version. ``without``: what a user cannot do without the
     command. ``install``: the remedy if the command is missing. ``reinstall``: the remedy if the command
@@ -32,6 +28,6 @@ def program(name: str, command: str, without: str, install: str, reinstall: str)
     if path is None:
         return Finding(name, "missing", f"not on PATH: {without}", install)
     try:
-        return Finding(name, "ok", output(path, "--version"))
+        return Finding(name, "ok", output(path, "--version").strip())
     except (OSError, subprocess.SubprocessError) as error:
         return Finding(name, "broken", f"{path}: {error}", reinstall)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import cache_dir
+from coda_agent.primitives.system.subprocesses import output
 
 PACKAGE = "coda-kernels==0.2"
 SAID = 1000  # an error quotes this many characters from the end of pip's output
@@ -55,11 +56,11 @@ def install() -> str:
         venv.create(place, clear=not there, with_pip=not there and not _OWN_PIP)
         borrowed = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         # a name that sorts last, so that the environment's own packages come first
-        (Path(_output(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)
+        (Path(output(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)
         pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
         # no --quiet, because it would keep pip from naming conflicting packages
         filled = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar=off", PACKAGE]
-        _output(*filled, stderr=subprocess.STDOUT)
+        output(*filled, seconds=3600, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
         raise InvalidInput(
@@ -76,7 +77,7 @@ def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | st
     is a text that says why, and how to repair the environment."""
     remedy = "coda-agent compare --install repairs it"
     try:
-        found: dict[str, str] = json.loads(_output(interpreter, "-c", _VERSIONS, *packages))
+        found: dict[str, str] = json.loads(output(interpreter, "-c", _VERSIONS, *packages))
     except OSError as error:
         return f"its environment does not run, {interpreter}: {error.strerror}: {remedy}"
     except subprocess.CalledProcessError as error:
@@ -89,7 +90,3 @@ def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | st
 
 def _interpreter() -> str:
     return str(folder() / "bin" / "python")
-
-
-def _output(*command: str, stderr: int = subprocess.PIPE) -> str:
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True).stdout

@@ -33,6 +33,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import KERNELS as KERNELS
 from coda_agent.primitives.system.files import ROOT as ROOT
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.subprocesses import output
 from coda_agent.verifier.report import REPORT, Accepted, Authorship, Rejected
 from coda_agent.verifier.spec.model import Spec
 
@@ -250,14 +251,11 @@ def commit(paths: list[Path], words: str) -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
-        )
+        return output("git", "-C", str(ROOT), *arguments, seconds=3600)  # a hook may run tests
     except FileNotFoundError:
         raise Refused("git is not installed: the files are written, commit them yourself") from None
-    if done.returncode != 0:
+    except subprocess.CalledProcessError as error:
         raise Refused(
-            f"git {arguments[0]} failed: {(done.stderr or done.stdout).strip()}; "
+            f"git {arguments[0]} failed: {(error.stderr or error.stdout).strip()}; "
             "the files are written, commit them yourself"
-        )
-    return done.stdout
+        ) from None

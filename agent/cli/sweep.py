@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.fleet.executor import Executor
     from coda_agent.agent.fleet.pool import Pool, Record
     from coda_agent.agent.fleet.sweep import Sweep
+    from coda_agent.verifier.spec.model import Spec
 
 Ray = Annotated[
     str | None,
@@ -72,21 +73,26 @@ def sweep(
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 
-    paths = [typed.spec_file(Path(each)) for each in dict.fromkeys(spec)]
+    paths = dict.fromkeys(typed.spec_file(Path(each)).absolute() for each in spec)
+    loaded = {path: load(path) for path in paths}
     headers: list[dict[str, Any]] = []
     # check all specs and options before any file is written
-    for path, loaded in [(path, load(path)) for path in paths]:
-        header, _ = setup.new_author(loaded.name, authoring, budget.limits(), None)
+    for path, checked in loaded.items():
+        header, _ = setup.new_author(checked.name, authoring, budget.limits(), None)
         headers.append(
-            header | {"improve": improve, "weak_jail": weak_jail, **runs.derived_beside(path, loaded)}
+            header | {"improve": improve, "weak_jail": weak_jail, **runs.derived_beside(path, checked)}
         )
     if gpu is False:
         setup.need_gpu(gpu, *typed_options(measuring))
     made = sweeps.create(
-        {"specs": [str(path.absolute()) for path in paths], "candidates": candidates,
-         "limits": budget.limits().to_json(), "headers": headers}
-    )  # fmt: skip
-    _drive(made, budget, measuring, gpu, ray, at_once, as_json)
+        {
+            "specs": [str(path) for path in loaded],
+            "candidates": candidates,
+            "limits": budget.limits().to_json(),
+            "headers": headers,
+        }
+    )
+    _drive(made, budget, measuring, gpu, ray, at_once, as_json, loaded)
 
 
 def resume(
@@ -110,7 +116,7 @@ def resume(
             made.close()
             raise typer.BadParameter(f"{name} has not excluded {slot}; it has excluded {out}")
         made.record("readmitted", {"slot": slot})
-    _drive(made, budget, measuring, gpu, ray, None, as_json, given)
+    _drive(made, budget, measuring, gpu, ray, None, as_json, {}, given)
 
 
 def executor(ray: str | None, gpu: bool | None, *, cores: bool = True) -> Executor:
@@ -133,6 +139,7 @@ def _drive(
     ray: str | None,
     at_once: int | None,
     as_json: bool,
+    loaded: Mapping[Path, Spec],
     given: dict[str, Any] | None = None,
 ) -> None:
     from coda_agent.agent.fleet.driver import Driver, spent_before
@@ -140,7 +147,7 @@ def _drive(
 
     limits = RunLimits.from_json({**made.header["limits"], **budget.limits().to_json()})
     try:
-        names = _members(made)
+        names = _members(made, loaded)
         purse = Purse(spent_before(names))
         with _pool(ray, gpu, made.record, made.left_out(), made.kind()) as pool:
             if gpu and not pool.gpus:
@@ -206,22 +213,21 @@ def fleet(ray: str | None) -> Iterator[Pool]:
         yield pool
 
 
-def _members(made: Sweep) -> list[str]:
+def _members(made: Sweep, loaded: Mapping[Path, Spec]) -> list[str]:
     """Return the sweep's runs. Create missing runs: first one run of every spec, then a second run of every
-    spec, and so on."""
+    spec, and so on. ``loaded``: specs that are already loaded, by path."""
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 
-    loaded = {path: load(path, check=False) for path in made.header["specs"]}
     for number in range(1, made.header["candidates"] + 1):
-        for path, header in zip(made.header["specs"], made.header["headers"], strict=True):
+        for path, header in zip(map(Path, made.header["specs"]), made.header["headers"], strict=True):
 
             def create(
-                path: str = path, header: dict[str, Any] = header, number: int = number
+                path: Path = path, header: dict[str, Any] = header, number: int = number
             ) -> dict[str, Any]:
                 run = runs.create(
-                    loaded[path],
-                    Path(path).read_text(encoding="utf-8"),
+                    loaded.get(path) or load(path, check=False),
+                    path.read_text(encoding="utf-8"),
                     header | {"sweep": made.name, "sweep_candidate": number},
                 )
                 run.journal.close()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.system.subprocesses import output
 from coda_agent.primitives.target import TARGET
 
 BULK = "bulk_copy"  # the error code for a bulk copy that the GPU would refuse
@@ -106,5 +106,4 @@ def tool(name: str, *arguments: str) -> str:
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    done = subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
+    return output(str(path), *arguments)

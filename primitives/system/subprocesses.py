@@ -13,6 +13,7 @@ child's work.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -57,6 +58,17 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
         limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
     return process
+
+
+def output(*command: str, seconds: float = 60.0, stderr: int = subprocess.PIPE) -> str:
+    """Run a trusted command, and return its standard output. ``stderr``: as for Popen. Raises OSError if the
+    command cannot start or takes longer than ``seconds``, and CalledProcessError if its status is not 0."""
+    pipe = subprocess.PIPE
+    try:
+        done = subprocess.run(command, stdout=pipe, stderr=stderr, text=True, check=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer in {seconds:g} s", command[0]) from None
+    return done.stdout
 
 
 def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:

@@ -21,6 +21,7 @@ from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.measuring import ComparisonRequest, measure
 from coda_agent.comparison.results import Results
 from coda_agent.primitives.errors import InvalidInput
+from coda_agent.primitives.system.subprocesses import output
 from coda_agent.verifier.gpu.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ def publish(folder: Path, name: str = NAME, version: str = VERSION, needs: Seque
 
 
 def purelib(python: str) -> Path:
-    return Path(environment._output(python, "-c", environment._PURELIB).strip())
+    return Path(output(python, "-c", environment._PURELIB).strip())
 
 
 def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None:

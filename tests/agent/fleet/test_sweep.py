@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from authoring import BROKEN, TOY_KERNEL, fenced, write_toy
@@ -15,7 +16,10 @@ from commanding import Command
 from fake_messages import MODEL, FakeMessages, answer
 
 from coda_agent.agent.fleet import sweep
+from coda_agent.agent.fleet.driver import Driver
 from coda_agent.agent.run import runs
+from coda_agent.verifier import loading
+from coda_agent.verifier.spec import file
 
 pytestmark = pytest.mark.slow
 KEY = "sk-ant-fake-0123456789abcdef"
@@ -61,6 +65,20 @@ def test_two_candidates_compile_their_common_program_once(toy: Path, monkeypatch
     assert all(run in page for run in runs.names())
     assert sweeping("report", the_sweep(), "--json").stdout == done.stdout
     _expect_no_key(runs.runs_dir(), done.stdout + done.stderr)
+
+
+def test_a_sweep_reads_its_spec_once(toy: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+
+    def read(path: Path, *given: Any) -> Any:
+        seen.append(path)
+        return file.read(path, *given)
+
+    monkeypatch.setattr(loading, "read", read)
+    monkeypatch.setattr(Driver, "start", lambda *_: [])
+    command("sweep", toy, toy, "--candidates", 2, "--provider", "handoff", "--no-gpu")
+    assert seen.count(toy) == 1
+    assert len(runs.names()) == 2
 
 
 def _expect_no_key(directory: Path, said: str) -> None:
