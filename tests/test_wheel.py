@@ -1,4 +1,4 @@
-"""Build the wheel from a copy of the checkout, and inspect the wheel without installing it."""
+"""Build the wheel from a copy of the checkout, inspect the wheel, and run commands of the installed wheel."""
 
 from __future__ import annotations
 
@@ -41,20 +41,32 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
         shutil.copytree(ROOT / part, at / part, ignore=shutil.ignore_patterns("__pycache__"))
     (at / "src").mkdir()
     (at / "src" / "coda_agent").symlink_to("..")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
-    build: list[str | Path] = [
-        *pip,
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--wheel-dir",
-        at / "out",
-        at,
-    ]
-    done = subprocess.run(build, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    pip("wheel", "--no-build-isolation", "--wheel-dir", at / "out", at)
     (built,) = (at / "out").iterdir()
     return ZipFile(built)
+
+
+def pip(command: str, *more: object) -> None:
+    line = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        command,
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    done = subprocess.run([*line, *map(str, more)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the installed wheel. Its dependencies are those of this interpreter."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", "--target", folder, wheel.filename)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +143,10 @@ def test_a_missing_extra_is_one_line_with_its_remedy(
         pytest.param(("verify", "gemm_swiglu", "--no-gpu"), marks=pytest.mark.slow),
     ],
 )
-def test_a_shipped_name_works_away_from_a_checkout(tmp_path: Path, words: tuple[str, ...]) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CODA_AGENT_RUNS": str(tmp_path / "runs")}
+def test_the_installed_wheel_knows_a_shipped_name(
+    tmp_path: Path, installed: Path, words: tuple[str, ...]
+) -> None:
+    environment = os.environ | {"PYTHONPATH": str(installed), "CODA_AGENT_RUNS": str(tmp_path / "runs")}
     environment.pop("ANTHROPIC_API_KEY", None)  # generate then replays a recording
     done = subprocess.run(
         [*COMMAND, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -10,9 +10,12 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import ruamel.yaml
 from checkout import ROOT
 from commanding import Command
 
@@ -35,24 +38,60 @@ PLAIN = re.compile(r"coda-agent ([\w ./-]+?)(?: > ([\w.]+))?")
 MADE = {"contributing.md", "commands.md"}  # pages that docs/pages.py generates
 
 
-EACH = """\
+# runs blocks of Python, each with a small model as "your model"
+EACH = f"""\
 import json, sys
+sys.path.append({str(ROOT / "tests/support")!r})
+from small_models import model
 for name, block in json.loads(sys.argv[1]).items():
-    exec(compile(block, name, "exec"), {"__name__": "__main__"})
+    exec(compile(block, name, "exec"), {{"__name__": "__main__", "model": model("Llama")}})
 """
+# titles of blocks that this test cannot run
+NEEDS = {
+    "needs KubeRay",
+    "needs Slurm",
+    "needs a cluster",
+    "needs a model",
+    "needs a run",
+    "needs an API key",
+    "needs an H100",
+    "needs an author",
+    "needs ten minutes",
+    "needs the checkout",
+    "needs your own text",
+}
+PART = re.compile("part of specs/")
+YAML = ruamel.yaml.YAML(typ="safe")
 
 
-def blocks_of(page: Path, language: str) -> list[tuple[str, str]]:
-    """Return the name and text of each block in ``language`` on a page. Blocks whose first line states a
-    need, such as ``title="needs an H100"``, are left out."""
+class Block(NamedTuple):
+    name: str
+    language: str
+    title: str
+    text: str
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The blocks of code on a page."""
     if page.name in GENERATED:
-        return []
-    found = enumerate(FENCE.finditer(page.read_text(encoding="utf-8")))
-    return [(f"{page.name}-{n}", textwrap.dedent(match[3])) for n, match in found if match[2] == language]
+        return
+    for n, match in enumerate(FENCE.finditer(page.read_text(encoding="utf-8"))):
+        language, _, rest = match[2].partition(" ")
+        title = re.fullmatch(r'title="(.*)"', rest)
+        assert title or not rest, f"{page.name}: {match[2]}"
+        yield Block(f"{page.name}-{n}", language, title[1] if title else "", textwrap.dedent(match[3]))
 
 
-def blocks(language: str) -> list[object]:
-    return [pytest.param(block, id=name) for page in PAGES for name, block in blocks_of(page, language)]
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def blocks(language: str) -> list[Block]:
+    """The blocks that a test can run."""
+    return [b for b in BLOCKS if b.language == language and b.title not in NEEDS and not PART.match(b.title)]
+
+
+def each(found: list[Block]) -> list[object]:
+    return [pytest.param(block.text, id=block.name) for block in found]
 
 
 @pytest.fixture
@@ -78,21 +117,43 @@ def run(*command: str) -> None:
 
 
 def test_every_block_has_a_language() -> None:
-    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.name not in GENERATED}
-    openings = {(name, m[2].partition(" ")[0]) for name, text in pages.items() for m in FENCE.finditer(text)}
-    assert {language for _, language in openings} <= {"bash", "python", "yaml", "json", "text"}, openings
+    assert {block.language for block in BLOCKS} == {"bash", "python", "yaml", "json", "text"}
+
+
+def test_every_need_is_some_blocks() -> None:
+    assert {block.title for block in BLOCKS} >= NEEDS
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.name) for b in BLOCKS if b.title in NEEDS])
+def test_a_block_that_is_not_run_has_no_syntax_error(block: Block) -> None:
+    if block.language == "bash":
+        run("bash", "-n", "-c", block.text)
+    elif block.language == "python":
+        compile(block.text, block.name, "exec")
+    else:
+        assert block.language == "yaml" and YAML.load(block.text)
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.name) for b in BLOCKS if PART.match(b.title)])
+def test_a_part_of_a_spec_is_in_the_spec(block: Block) -> None:
+    spec = YAML.load((ROOT / block.title.removeprefix("part of ")).read_text(encoding="utf-8"))
+    for key, value in YAML.load(block.text).items():
+        if isinstance(value, str):
+            assert set(value.splitlines()) <= set(spec[key].splitlines())
+        else:
+            assert {name: spec[key][name] for name in value} == value
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", blocks("bash"))
+@pytest.mark.parametrize("block", each(blocks("bash")))
 def test_commands_run(here: Path, no_keys: None, command: Command, block: str) -> None:
     """If a block has only ``coda-agent`` commands, perhaps with output to a file, the block runs in this
     process. This saves time, because this process has already imported PyTorch and has a compiler. Any other
     block runs in a shell."""
     made = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("make ")]
     continuous = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    # make commands are not run here, because CI runs all of them except ``make test-gpu``
-    assert set(made) <= {*continuous, "make test-gpu"}
+    # make commands are not run here: CI runs all of them except ``make test-gpu``, and all need ``make env``
+    assert set(made) <= {*continuous, "make env", "make test-gpu"}
     rest = [line for line in block.splitlines() if not line.startswith("make ")]
     plain = [PLAIN.fullmatch(line) for line in rest]
     if not all(plain):
@@ -108,16 +169,16 @@ def test_python_runs(here: Path) -> None:
     """Kernel files are only traced. All other blocks run in one process, because a process for each block
     would have to import PyTorch. A block does not see the names of earlier blocks."""
     alone = dict[str, str]()
-    for name, block in (each for page in PAGES for each in blocks_of(page, "python")):
-        if "from primitives" in block:
-            kernel = re.findall(r"def (\w+)", block)[0]
-            trace_source(block, loading.load(here / "specs" / f"{kernel}.yaml", check=False).signature())
+    for block in blocks("python"):
+        if "from primitives" in block.text:
+            kernel = re.findall(r"def (\w+)", block.text)[0]
+            trace_source(block.text, loading.load(here / "specs" / f"{kernel}.yaml", check=False).signature())
         else:
-            alone[name] = block
+            alone[block.name] = block.text
     run(sys.executable, "-c", EACH, json.dumps(alone))
 
 
-@pytest.mark.parametrize("block", blocks("yaml"))
+@pytest.mark.parametrize("block", each(blocks("yaml")))
 def test_specs_load(here: Path, block: str) -> None:
     (path := here / "spec.yaml").write_text(block)
     if "cases:" in block:
@@ -126,7 +187,7 @@ def test_specs_load(here: Path, block: str) -> None:
         proposal.load(path, new=False)
 
 
-@pytest.mark.parametrize("block", blocks("json"))
+@pytest.mark.parametrize("block", each(blocks("json")))
 def test_json_parses(block: str) -> None:
     json.loads(block)
 

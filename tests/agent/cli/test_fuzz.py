@@ -1,4 +1,4 @@
-"""Ten thousand damaged inputs cause no traceback, and only exit statuses that the README lists.
+"""Ten thousand damaged inputs cause no traceback, and only exit statuses that docs/index.md lists.
 
 Every fourth input is tried; with --thorough, every input is tried. An input depends only on its kind and
 number. No damaged kernel source runs outside the jail.
