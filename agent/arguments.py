@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.system.files import ROOT
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
@@ -118,7 +118,7 @@ def source(path: Path) -> str:
 
 def kernel_source(kernel: Path) -> str:
     """Return a kernel's source. An interrupted acceptance of the kernel is completed first."""
-    from coda_agent.agent.artifacts.accept import consistent_files
+    from coda_agent.agent.storage.accepted import consistent_files
 
     name, edited = kernel.name.partition(".")[0], ".raw." in kernel.name
     with suppress(FileNotFoundError), consistent_files(name, kernel.parent, edited=edited):

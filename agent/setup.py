@@ -10,7 +10,6 @@ import typer
 
 from coda_agent.agent import arguments, providers
 from coda_agent.agent.options import AUTO, typed_options
-from coda_agent.agent.providers.spec import RunContext
 from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.target import TARGET
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.budget import RunLimits
     from coda_agent.agent.run.loop import Listener, Outcome
     from coda_agent.agent.run.runs import Run
-    from coda_agent.agent.run.task import Measure, Task
+    from coda_agent.agent.run.task import Measure
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.verifier.incumbent import Incumbent
     from coda_agent.verifier.measure import MeasureOptions
@@ -39,7 +38,9 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
     ``edits``: whether the run edits CuTeDSL."""
     if provider != AUTO:
         return provider
-    run, lacking = _context(spec, edits), []
+    from coda_agent.agent.run.from_header import context
+
+    run, lacking = context(spec, edits=edits), []
     for name, auto in providers.automatic():
         if not (lacks := auto.lacks(run)):
             return name
@@ -52,10 +53,12 @@ def new_author(
 ) -> tuple[dict[str, Any], Provider]:
     """Return the header of a new run's journal, and the run's provider. Raises an error if the options cannot
     work, so that no such run is created."""
+    from coda_agent.agent.run.from_header import context, make_provider
+
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *typed_options(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
-    given |= providers.provider_spec(provider).header(_context(name, edits))
+    given |= providers.provider_spec(provider).header(context(name, edits=edits))
     refuse_uncounted(provider, limits, authoring.model)
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
     return header, make_provider(header, name, edits=edits)
@@ -95,6 +98,7 @@ def author(
     """Run the loop with the options in the run's header. ``given``: options and limits for this call, which
     replace those in the header. ``provider``: by default, the provider that the header names."""
     from coda_agent.agent.run.budget import RunLimits
+    from coda_agent.agent.run.from_header import provider_of, task_of
     from coda_agent.agent.run.loop import Loop
 
     changes = dict(given or {})
@@ -114,59 +118,23 @@ def author(
     return loop.run()
 
 
-def task_of(run: Run) -> Task:
-    """The task of a run's author."""
-    from coda_agent.agent.run.task import AuthoringTask
-    from coda_agent.agent.tips import tips_of
-
-    header = run.journal.header
-    if "optimizes" in header:
-        from coda_agent.agent.run.optimize import EditingTask
-
-        return EditingTask.of(run)
-    if "proposes" in header:
-        from coda_agent.agent.artifacts.primitive import PrimitiveTask
-
-        return PrimitiveTask.of(run)
-    return AuthoringTask(run.spec, run.text, tips_of(header), header.get("weak_jail", False), run.derived)
-
-
-def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
-    """The provider that ``header`` names (by default the run's header). Raises ProviderError."""
-    header = header or run.journal.header
-    return make_provider(header, run.spec.name, edits=_edits(header))
-
-
-def make_provider(header: Mapping[str, Any], spec: str, *, edits: bool) -> Provider:
-    """The provider that a header names, for a run of the spec named ``spec``. ``edits``: whether the run
-    edits CuTeDSL. Raises ProviderError."""
-    name = header["provider"]
-    options = providers.provider_spec(name).arguments(header, _context(spec, edits))
-    return providers.make(name, **{k: v for k, v in options.items() if v is not None})
-
-
-def _context(spec: str, edits: bool) -> RunContext:
-    from coda_agent.agent.artifacts.accept import recording
-
-    return RunContext(f"{spec}'s CuTeDSL" if edits else spec, recording(spec, edited=edits))
-
-
-def _edits(header: Mapping[str, Any]) -> bool:
-    return bool(header.keys() & {"optimizes", "proposes"})
-
-
 def header_of(name: str) -> dict[str, Any]:
-    """Read a run's header, even while another process has the run open. Raises JournalError."""
-    from coda_agent.agent.run import record, runs
+    """Read the header of a run to continue, even while another process has the run open. Raises
+    JournalError."""
+    from coda_agent.agent.run import runs
+    from coda_agent.agent.storage import record
 
-    return record.glance(runs.folder(name) / runs.JOURNAL)[0]
+    path = runs.folder(name) / runs.JOURNAL
+    header, _ = record.glance(path)
+    runs.check_provider(path, header)
+    return header
 
 
 def run_result(name: str) -> Outcome:
     """Read a run's result from its journal, even while another process has the run open. Raises Absent if the
     run has no verified kernel yet."""
     from coda_agent.agent.run import loop, runs
-    from coda_agent.agent.run.journal import is_open
+    from coda_agent.agent.storage.journal import is_open
 
     outcome = loop.result_of(*runs.look(name))
     if outcome is None:
@@ -181,7 +149,7 @@ def measurer(gpu: bool | None, options: MeasureOptions, watch: Listener) -> Meas
     measure, or if ``gpu`` is False."""
     if not use_gpu(gpu):
         return None
-    from coda_agent.agent.artifacts.quack_tunings import quack
+    from coda_agent.agent.storage.quack_tunings import quack
     from coda_agent.verifier.measure import measure as run_gates
 
     def measure(spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None) -> Measurement:
@@ -224,7 +192,7 @@ def use_gpu(gpu: bool | None) -> bool:
 
 def console(quiet: bool) -> Any:
     """The console for tables. It writes to standard error if a program reads standard output (``quiet``)."""
-    from coda_agent.agent.reporting.terminal import Console
+    from coda_agent.agent.terminal.console import Console
 
     console = Console(stderr=quiet)
     if not console.is_terminal:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coda_agent.agent.artifacts import quack_tunings
-from coda_agent.agent.artifacts.accept import is_there
 from coda_agent.agent.reporting.table_rows import (
     GROUPS,
     RMSNORM_BACKWARD,
@@ -16,6 +14,8 @@ from coda_agent.agent.reporting.table_rows import (
     WIDTHS,
     case_order,
 )
+from coda_agent.agent.storage import quack_tunings
+from coda_agent.agent.storage.accepted import is_there
 from coda_agent.comparison import competitors, kernels, session
 from coda_agent.comparison.layers import VARIANTS
 from coda_agent.comparison.results import LAYER_BOTH as BOTH

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 from coda_agent.agent.fleet.executor import SlotLost
 from coda_agent.agent.fleet.objects import run_shared
 from coda_agent.agent.fleet.pieces import STAGE
 from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
+from coda_agent.agent.storage.gpu_lock import gpu_alone
 from coda_agent.comparison import measuring
 from coda_agent.comparison.measuring import ComparisonRequest, Keep, OutOfTime
 from coda_agent.comparison.results import Results, Session

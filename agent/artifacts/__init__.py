@@ -1,1 +1,1 @@
-"""Artifacts of runs: accepted kernels, bundles, measurements."""
+"""Artifacts of runs: accepted kernels, bundles, new primitives."""

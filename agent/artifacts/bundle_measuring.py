@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.artifacts.bundle import Bundle, BundleResults, KernelResult, PackedKernel, write
-from coda_agent.agent.artifacts.checkpoint import FilePieces
+from coda_agent.agent.storage.checkpoint import FilePieces
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput

@@ -26,7 +26,7 @@ from coda_agent.agent.options import (
     grouped,
     typed_options,
 )
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -202,13 +202,14 @@ def create_runs(create: Callable[[dict[str, Any]], Run], header: dict[str, Any],
 
 def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
     """Continue several runs at once; then print the best run's report, and one line for each other run."""
+    from coda_agent.agent.reporting import candidates_view
     from coda_agent.agent.run import candidates
     from coda_agent.agent.run.history import UNDECIDED
 
     console = setup.console(as_json)
     try:
         with candidates.started(names, flags) as started:
-            best, *others = candidates.attend(started, console)
+            best, *others = candidates_view.attend(started, console)
     except KeyboardInterrupt:
         echo(f"continue with: coda-agent resume {' '.join(names)}", err=True)
         raise

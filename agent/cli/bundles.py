@@ -11,7 +11,7 @@ from coda_agent.agent import setup
 from coda_agent.agent.cli.exit_codes import OK, REJECTED
 from coda_agent.agent.cli.sweep import Ray, fleet, spreads
 from coda_agent.agent.options import MeasuringOptions, grouped
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.errors import Absent
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _measured_bundle(
         with fleet(ray) as pool:
             return spread(path, bundle, out, options, pool, heard)
     from coda_agent.agent.artifacts import bundle_measuring
-    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+    from coda_agent.agent.storage.gpu_lock import gpu_alone
 
     with gpu_alone(watch.console.print):
         return bundle_measuring.measure(path, bundle, out, options, progress=lambda name: watch.gate)

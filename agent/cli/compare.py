@@ -15,7 +15,7 @@ import typer
 from coda_agent.agent import arguments, extras, setup
 from coda_agent.agent.cli.sweep import Ray, fleet, spreads
 from coda_agent.agent.options import grouped, typed_options
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.comparison.options import Choice, Drawing, Effort
 from coda_agent.primitives.errors import Absent, InvalidInput
 
@@ -96,7 +96,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
 @contextmanager
 def _gpus(ray: str | None) -> Iterator[Callable[..., Results]]:
     """Yield a function that measures arms, on this machine's GPUs or on a Ray cluster."""
-    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+    from coda_agent.agent.storage.gpu_lock import gpu_alone
     from coda_agent.comparison import measuring, spread
 
     if spreads(ray):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from coda_agent.agent import extras, setup
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:

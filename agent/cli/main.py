@@ -27,7 +27,7 @@ from coda_agent.agent.cli.sweep import sweep
 from coda_agent.agent.cli.tips import tips
 from coda_agent.agent.cli.tune import build, tune
 from coda_agent.agent.options import Gpu, Json, MeasuringOptions, SpecPath, WeakJail, grouped, typed_options
-from coda_agent.agent.reporting.safe_text import Commands, echo
+from coda_agent.agent.terminal.safe_text import Commands, echo
 from coda_agent.primitives.errors import Absent, Refused
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check a kernel file with every gate that this machine can run. An interrupted measurement continues."""
-    from coda_agent.agent.artifacts.checkpoint import resumed
-    from coda_agent.agent.artifacts.quack_tunings import quack
     from coda_agent.agent.reporting import progress
+    from coda_agent.agent.storage.checkpoint import resumed
+    from coda_agent.agent.storage.quack_tunings import quack
     from coda_agent.verifier.loading import load
     from coda_agent.verifier.verify import verify as run_gates
 
@@ -206,10 +206,11 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
     since, raise Refused."""
     from coda_agent.agent.artifacts import accept as accepting
     from coda_agent.agent.run import loop, runs
+    from coda_agent.primitives.system.files import ROOT
 
-    if not (accepting.ROOT / "pyproject.toml").is_file():
+    if not (ROOT / "pyproject.toml").is_file():
         raise Absent(
-            f"{accepting.ROOT} is an installed package, and kernels are accepted into a checkout: "
+            f"{ROOT} is an installed package, and kernels are accepted into a checkout: "
             f"run coda-agent accept {run} in one, with CODA_AGENT_RUNS={runs.runs_dir()}"
         )
     shown = shown or setup.run_result(run)

@@ -11,7 +11,7 @@ import typer
 
 from coda_agent.agent import arguments, setup
 from coda_agent.agent.options import WeakJail, grouped
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 
 if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources

@@ -24,7 +24,7 @@ from coda_agent.agent.options import (
     grouped,
     typed_options,
 )
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.errors import Absent
 
 if TYPE_CHECKING:

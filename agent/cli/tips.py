@@ -14,12 +14,12 @@ import typer
 from coda_agent.agent import arguments, providers
 from coda_agent.agent import tips as log
 from coda_agent.agent.options import AuthoringOptions, BudgetOptions, WeakJail, grouped, typed_options
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.agent.tips import Added, Lesson, Tip, TipsError
 
 if TYPE_CHECKING:
+    from coda_agent.agent.learning.lessons import FixedFailure, RunLessons
     from coda_agent.agent.run.budget import RunLimits
-    from coda_agent.agent.tips.lessons import FixedFailure, RunLessons
 
 tips = typer.Typer(
     rich_markup_mode=None, help="List the tips that prompts read; propose, accept, retire and measure them."
@@ -85,7 +85,7 @@ def propose(
     ] = None,
 ) -> None:
     """Propose tips from the failures that a run fixed, and the tips that its author proposed."""
-    from coda_agent.agent.tips.lessons import learned
+    from coda_agent.agent.learning.lessons import learned
 
     found = learned(run)
     # ask the person for lessons, and check them, before the log changes
@@ -138,8 +138,8 @@ def measure(
     interrupted one; with more --runs and larger budgets, it adds runs. --provider replay is refused: a
     recording answers the same with and without a tip."""
     from coda_agent.agent import setup
-    from coda_agent.agent.tips import trials
-    from coda_agent.agent.tips.watch import QuietView
+    from coda_agent.agent.learning import trials
+    from coda_agent.agent.learning.watch import QuietView
     from coda_agent.verifier.measure import MeasureOptions
 
     specs = [arguments.spec_file(path) for path in specs]
@@ -179,7 +179,7 @@ def _told_how_to_go_on() -> Iterator[None]:
 
 def _measurable(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
     """The tips to measure. Raises TipsError, before any run starts, if a tip cannot be measured."""
-    from coda_agent.agent.tips import trials
+    from coda_agent.agent.learning import trials
 
     for stray in ids:
         if stray.endswith((".yaml", ".yml")):

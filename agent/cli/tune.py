@@ -14,7 +14,7 @@ import typer
 
 from coda_agent.agent import arguments, setup
 from coda_agent.agent.cli.exit_codes import REJECTED
-from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.errors import Absent, InvalidInput
 
 if TYPE_CHECKING:

@@ -17,18 +17,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coda_agent.agent import setup
-from coda_agent.agent.artifacts import bundle, quack_tunings
+from coda_agent.agent.artifacts import bundle
 from coda_agent.agent.fleet import pieces
 from coda_agent.agent.fleet.executor import Slot, SlotLost
 from coda_agent.agent.fleet.objects import run_shared
 from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
 from coda_agent.agent.fleet.sweep import Sweep, compile_key
-from coda_agent.agent.run import history, runs
+from coda_agent.agent.run import from_header, history, runs
 from coda_agent.agent.run.budget import Purse, RunLimits, Spent
 from coda_agent.agent.run.loop import Loop, Outcome
 from coda_agent.agent.run.runs import Run
 from coda_agent.agent.run.task import AuthoringTask
+from coda_agent.agent.storage import quack_tunings
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.lang.ir import Program
@@ -170,13 +170,13 @@ class _OnSlots:
     def loop(self) -> Loop:
         driver, run = self.driver, self.run
         header = {**run.journal.header, **driver.given}
-        task = setup.task_of(run)
+        task = from_header.task_of(run)
         assert isinstance(task, AuthoringTask)  # a sweep contains only runs of this task
         return Loop(
             run.journal,
             run.spec,
             replace(task, elsewhere=self.check),
-            setup.provider_of(run, header),
+            from_header.provider_of(run, header),
             _Listener(driver.now, run.name),
             header["attempts"],
             self.measure if driver.measuring else None,

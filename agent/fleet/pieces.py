@@ -83,7 +83,7 @@ _ahead: list[Worker] = []  # this slot's workers for the next measurement, which
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
     """Measure a bundle's entry on this slot's GPU, and lock the GPU against other coda-agent commands."""
     from coda_agent.agent.artifacts import bundle, bundle_measuring
-    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+    from coda_agent.agent.storage.gpu_lock import gpu_alone
     from coda_agent.verifier.stages import start_workers
 
     entry = bundle.PackedKernel.model_validate(asked["entry"])

@@ -21,7 +21,7 @@ from typing import Any
 
 from coda_agent.agent.fleet.executor import CPU
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.journal import Event, Journal, JournalError, glance
+from coda_agent.agent.storage.journal import Event, Journal, JournalError, glance
 from coda_agent.primitives.lang.ir import Program
 
 JOURNAL = "sweep.db"  # the journal's file in a sweep's folder

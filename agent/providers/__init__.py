@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from coda_agent.primitives.errors import Absent
+from coda_agent.primitives.errors import Absent, Refused
 
 if TYPE_CHECKING:
     from coda_agent.agent.providers.spec import Auto, ProviderSpec
@@ -27,6 +27,7 @@ __all__ = [
     "Message",
     "Meter",
     "OnText",
+    "OutOfBudget",
     "Provider",
     "ProviderError",
     "Question",
@@ -126,7 +127,7 @@ class Turn:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Turn:
-        """The inverse of `to_json`. The data must be valid; `agent.run.record` validates journals and
+        """The inverse of `to_json`. The data must be valid; `agent.storage.record` validates journals and
         recordings."""
         calls = tuple(ToolCall(**call) for call in data.get("calls", ()))
         usage, blocks = Usage(**data.get("usage", {})), tuple(data.get("blocks", ()))
@@ -148,7 +149,8 @@ class Charge(Protocol):
 
 class Meter(Protocol):
     """Reserves the cost of each request. Failed and repeated requests have reservations of their own.
-    ``model`` is "" if the model is unknown until the answer arrives; then only tokens are reserved."""
+    ``model`` is "" if the model is unknown until the answer arrives; then only tokens are reserved.
+    ``reserve`` raises OutOfBudget."""
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge: ...
 
@@ -217,6 +219,18 @@ class ProviderError(Absent):
         self.message = message
         self.remedy = remedy
         self.retryable = retryable
+
+
+class OutOfBudget(Refused):
+    """A limit of the budget is reached. The message names the limit and says how to continue."""
+
+    @classmethod
+    def within_an_answer(cls, tokens: int) -> OutOfBudget:
+        """The error for an answer that was cut off at ``tokens``."""
+        return cls(
+            f"the answer was cut off at {tokens:,} tokens, all that the budget had left (thinking counts); "
+            "resume the run with a larger --budget-tokens or --budget-dollars"
+        )
 
 
 @cache

@@ -19,7 +19,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from coda_agent.agent.finding import Finding
-from coda_agent.agent.providers import Charge, Message, OnText, ProviderError, Question, ToolCall, Turn, Usage
+from coda_agent.agent.providers import (
+    Charge,
+    Message,
+    OnText,
+    OutOfBudget,
+    ProviderError,
+    Question,
+    ToolCall,
+    Turn,
+    Usage,
+)
 from coda_agent.agent.providers.patience import (
     EMPTY,
     Fault,
@@ -31,7 +41,6 @@ from coda_agent.agent.providers.patience import (
 )
 from coda_agent.agent.providers.scrub import Scrub, ScrubbedStream
 from coda_agent.agent.providers.spec import Auto, ProviderSpec
-from coda_agent.agent.run.budget import OutOfBudget
 
 if TYPE_CHECKING:
     import anthropic

@@ -31,10 +31,20 @@ from typing import Any
 from coda_agent.agent import finding
 from coda_agent.agent.prompts.markdown_fences import PYTHON, blocks
 from coda_agent.agent.prompts.prompt import tokens
-from coda_agent.agent.providers import Charge, Message, ProviderError, Question, Tool, ToolCall, Turn, Usage
+from coda_agent.agent.providers import (
+    Charge,
+    Message,
+    OutOfBudget,
+    ProviderError,
+    Question,
+    Tool,
+    ToolCall,
+    Turn,
+    Usage,
+)
 from coda_agent.agent.providers.patience import EMPTY, Fault, Patience, persist
+from coda_agent.agent.providers.prices import is_priced, price
 from coda_agent.agent.providers.spec import ProviderSpec
-from coda_agent.agent.run.budget import OutOfBudget, is_priced, price
 from coda_agent.primitives.system import become, subprocesses
 
 DEFAULT_MAX_TOKENS = 32_000  # includes thinking

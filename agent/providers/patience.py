@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.providers import ProviderError, Question, Turn
-from coda_agent.agent.run.budget import OutOfBudget
+from coda_agent.agent.providers import OutOfBudget, ProviderError, Question, Turn
 
 if TYPE_CHECKING:
     import httpx2

@@ -7,7 +7,7 @@ from typing import Any
 
 from coda_agent.agent.providers import ProviderError, Question, Turn
 from coda_agent.agent.providers.spec import Auto, ProviderSpec, RunContext
-from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.storage.journal import JournalError
 
 
 class Replay:
@@ -21,7 +21,7 @@ class Replay:
     name = "replay"
 
     def __init__(self, path: str | Path):
-        from coda_agent.agent.run.record import recording
+        from coda_agent.agent.storage.record import recording
 
         self._path = Path(path)
         try:
@@ -50,7 +50,7 @@ class Replay:
 def _header(run: RunContext) -> dict[str, Any]:
     """The header field that names the recorded run. Raises ProviderError if there is no recording, and
     JournalError if the recording is damaged."""
-    from coda_agent.agent.run.record import recording
+    from coda_agent.agent.storage.record import recording
 
     if not run.recording.is_file():
         raise ProviderError(f"{run.recording}: no recorded run of {run.task}", "author one first")

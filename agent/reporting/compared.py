@@ -13,11 +13,12 @@ from coda_agent.agent.reporting import html_report, pages
 from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.render import interval
 from coda_agent.agent.reporting.rounds import HEADINGS, cells, rounds
-from coda_agent.agent.run import record, run_summary
+from coda_agent.agent.run import run_summary
 from coda_agent.agent.run.history import dollars
-from coda_agent.agent.run.journal import JournalError
 from coda_agent.agent.run.run_summary import Account, Attempt
 from coda_agent.agent.run.runs import JOURNAL, folder, names
+from coda_agent.agent.storage import record
+from coda_agent.agent.storage.journal import JournalError
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.decision import BASELINE
 from coda_agent.verifier.report import CANDIDATE

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.agent.terminal.safe_text import visible
 
 __all__ = ["macro", "page"]
 

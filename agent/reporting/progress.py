@@ -13,9 +13,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from coda_agent.agent.reporting.render import STYLE
 from coda_agent.agent.run import history
 from coda_agent.agent.run.budget import Spent
+from coda_agent.agent.terminal.console import STYLE
 from coda_agent.verifier.report import Accepted, Checked, Rejected
 
 TICK = 0.25  # seconds between reads of a journal

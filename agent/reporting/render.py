@@ -28,8 +28,6 @@ from coda_agent.verifier.report import (
 if TYPE_CHECKING:
     from coda_agent.agent.run.loop import Outcome
 
-STYLE = {"accepted": "bold green", "checked": "bold cyan", "rejected": "bold red"}
-
 
 def gates(report: Accepted | Checked | Rejected) -> Table:
     """A table of all gates, with the time and the figures of each gate."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from coda_agent.agent.reporting.render import interval
 from coda_agent.agent.run.budget import RESERVED, SETTLED, Spent, spent
 from coda_agent.agent.run.history import dollars
-from coda_agent.agent.run.journal import Event
 from coda_agent.agent.run.run_summary import Account, Attempt
+from coda_agent.agent.storage.journal import Event
 from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.report import Ratio, Rejected
 

@@ -17,7 +17,7 @@ from coda_agent.agent.reporting.charts import duration
 from coda_agent.agent.run import history, run_summary, runs
 from coda_agent.agent.run.budget import Spent
 from coda_agent.agent.run.history import Past
-from coda_agent.agent.run.journal import Event, JournalError
+from coda_agent.agent.storage.journal import Event, JournalError
 from coda_agent.primitives.system.files import write_atomic
 
 if TYPE_CHECKING:

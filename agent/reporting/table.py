@@ -14,8 +14,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.artifacts import accept, atomic_files
-from coda_agent.agent.artifacts.accept import KERNELS, RECORDINGS
 from coda_agent.agent.reporting.proportions import wilson
 from coda_agent.agent.reporting.table_rows import (
     OTHERS,
@@ -29,7 +27,9 @@ from coda_agent.agent.reporting.table_rows import (
     run_row,
     span,
 )
-from coda_agent.agent.run.record import recording
+from coda_agent.agent.storage import accepted, atomic_files
+from coda_agent.agent.storage.accepted import KERNELS, RECORDINGS
+from coda_agent.agent.storage.record import recording
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import filled, markdown_table, places
@@ -93,19 +93,19 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     with ExitStack() as stack:
         with suppress(FileNotFoundError):  # if no kernel has been accepted yet
             stack.enter_context(atomic_files.consistent(kernels))
-        found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
+        found = [accepted.report(path) for path in sorted(kernels.glob("*.report.json"))]
         exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
     found.sort(key=lambda report: order(report.identity.spec))
     reports = tuple(report for report in found if not report.identity.raw)
-    accepted = {report.authorship.run for report in reports if report.authorship}
-    runs = [run_row(header, events, accepted) for header, events in exports]
+    in_force = {report.authorship.run for report in reports if report.authorship}
+    runs = [run_row(header, events, in_force) for header, events in exports]
     runs.sort(key=lambda run: (order(run.operator), run.run))
     edits = [report for report in found if report.identity.raw]
     own = {report.identity.spec: report for report in reports}
     superseded = [
         edit.identity.spec
         for edit in edits
-        if edit.identity.spec in own and accept.superseded(edit, own[edit.identity.spec])
+        if edit.identity.spec in own and accepted.superseded(edit, own[edit.identity.spec])
     ]
     return Tables(reports, rows_of(reports), tuple(runs), rows_of(edits), tuple(superseded))
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coda_agent.agent.prompts.prompt import tokens
-from coda_agent.agent.run.journal import Event
 from coda_agent.agent.run.tools import DRAFT, TIP
+from coda_agent.agent.storage.journal import Event
 from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS
 from coda_agent.verifier.decision import BASELINE, KEPT

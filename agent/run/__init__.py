@@ -1,1 +1,1 @@
-"""A run: the loop, its journal, its budget and its record."""
+"""A run: the loop, its tasks, its tools and its budget."""

@@ -14,26 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from coda_agent.agent.providers import Charge, Turn, Usage
-from coda_agent.agent.run.journal import GPU_SECONDS, Event, Journal
-from coda_agent.primitives.errors import Refused
+from coda_agent.agent.providers import Charge, OutOfBudget, Turn, Usage
+from coda_agent.agent.providers.prices import price
+from coda_agent.agent.storage.journal import GPU_SECONDS, Event, Journal
 
 RESERVED, SETTLED = "reserved", "settled"  # kinds of journal events
 FEWEST_TOKENS = 1024  # an answer of fewer tokens is not worth a request
 MILLION = 1_000_000
 T = TypeVar("T")
-
-
-class OutOfBudget(Refused):
-    """A limit of the budget is reached. The message names the limit and says how to continue."""
-
-    @classmethod
-    def within_an_answer(cls, tokens: int) -> OutOfBudget:
-        """The error for an answer that was cut off at ``tokens``."""
-        return cls(
-            f"the answer was cut off at {tokens:,} tokens, all that the budget had left (thinking counts); "
-            "resume the run with a larger --budget-tokens or --budget-dollars"
-        )
 
 
 @dataclass(frozen=True)
@@ -82,28 +70,6 @@ class Spent:
         words += [f"of these {self.uncertain_tokens:,} tokens uncertain"] if self.uncertain_tokens else []
         words += [f"{self.gpu_seconds:.0f} s of GPU"] if self.gpu_seconds else []
         return ", ".join(words)
-
-
-def price(model: str, usage: Usage) -> float | None:
-    """The US dollars that ``usage`` costs, according to the package genai-prices. None if the package does
-    not know the model."""
-    import genai_prices
-
-    counted = genai_prices.Usage(
-        input_tokens=usage.given,
-        cache_read_tokens=usage.cache_read_tokens,
-        cache_write_tokens=usage.cache_write_tokens,
-        output_tokens=usage.output_tokens,
-    )
-    try:
-        return float(genai_prices.calc_price(counted, model_ref=model, provider_id="anthropic").total_price)
-    except LookupError:
-        return None
-
-
-def is_priced(model: str | None) -> bool:
-    """Whether dollars can be reserved for a model. An alias of a model has no known price."""
-    return bool(model) and price(str(model), Usage()) is not None
 
 
 def spent(events: Iterable[Event]) -> Spent:

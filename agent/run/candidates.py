@@ -1,8 +1,8 @@
 """Author several candidate kernels for one spec at once. Each candidate is a run in its own process.
 
 Candidates share only the GPU, which one candidate uses at a time. If a candidate stops or dies, the other
-candidates continue. A candidate can be resumed, reviewed and accepted by the name of its run. The terminal
-view reads the journals of the runs.
+candidates continue. A candidate can be resumed, reviewed and accepted by the name of its run.
+``reporting.candidates_view`` shows the candidates.
 """
 
 from __future__ import annotations
@@ -15,16 +15,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from coda_agent.agent.reporting import progress
 from coda_agent.agent.run import history
 from coda_agent.agent.run.runs import runs_dir
 from coda_agent.primitives.system import subprocesses
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 # The program of a child process. It makes SIGINT raise KeyboardInterrupt, because shells make background
 # processes ignore this signal.
@@ -113,62 +107,12 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
         yield found
 
 
-def attend(candidates: Sequence[Candidate], console: Console) -> list[EndedCandidate]:
-    """Show the candidates until all have ended; return their final states, best first. Ctrl-C stops all
-    candidates."""
-    try:
-        _watch(candidates, console)
-    except KeyboardInterrupt:
-        _stop(candidates)
-        raise
-    return sorted((candidate.ended() for candidate in candidates), key=lambda ended: _merit(ended.past))
-
-
-def _watch(candidates: Sequence[Candidate], console: Console) -> None:
-    from rich.live import Live
-
-    if not console.is_terminal:
-        _tell(candidates, console)
-        return
-    with Live(table(candidates), console=console, auto_refresh=False) as shown:
-        while any(c.running for c in candidates):
-            time.sleep(progress.TICK)
-            shown.update(table(candidates), refresh=True)
-        shown.update(table(candidates), refresh=True)
-
-
-def _tell(candidates: Sequence[Candidate], console: Console) -> None:
-    """Print each candidate's new messages as plain lines until all candidates have ended."""
-    told: dict[int, str] = {}
-    while True:
-        going = any(c.running for c in candidates)
-        for candidate in candidates:
-            words = candidate.says()
-            if words and words != told.get(candidate.number):
-                told[candidate.number] = words
-                console.print(f"{candidate.number}: {words}")
-        if not going:
-            return
-        time.sleep(progress.TICK)
-
-
-def table(candidates: Sequence[Candidate]) -> Table:
-    return progress.table(map(_row, candidates))
-
-
-def _row(candidate: Candidate) -> tuple[int, history.Past, str]:
-    if candidate.running:
-        return candidate.number, candidate.reading.past(), candidate.says()
-    past = candidate.ended().past
-    return candidate.number, past, past.stopped or "ended"
-
-
-def _merit(past: history.Past) -> tuple[int, float, int]:
+def merit(past: history.Past) -> tuple[int, float, int]:
     """A sort key, best first: status, then speedup, then fewest attempts."""
     return RANK.index(past.status), -(past.speedup or 0.0), past.attempts
 
 
-def _stop(candidates: Sequence[Candidate]) -> None:
+def stop(candidates: Sequence[Candidate]) -> None:
     for candidate in candidates:
         candidate.stop()
     deadline = time.monotonic() + GRACE

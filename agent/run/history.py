@@ -8,12 +8,12 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.providers import Usage
-from coda_agent.agent.run import record
 from coda_agent.agent.run.budget import Spent, spent
-from coda_agent.agent.run.journal import Event, JournalError, is_open
 from coda_agent.agent.run.loop import STOPPED
 from coda_agent.agent.run.runs import JOURNAL, names, runs_dir
 from coda_agent.agent.run.view import RunView
+from coda_agent.agent.storage import record
+from coda_agent.agent.storage.journal import Event, JournalError, is_open
 from coda_agent.verifier.decision import BASELINE
 from coda_agent.verifier.report import CANDIDATE, Accepted, Rejected, Timing
 
@@ -90,7 +90,7 @@ def _state(run: Past) -> Text:
     """Text that shows the status of a run, and whether a process works on the run."""
     from rich.text import Text
 
-    from coda_agent.agent.reporting.render import STYLE
+    from coda_agent.agent.terminal.console import STYLE
 
     state = ""
     if run.running:

@@ -16,16 +16,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.prompts.markdown_fences import PYTHON, last
-from coda_agent.agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
+from coda_agent.agent.providers import Message, OutOfBudget, Provider, ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import improve, tools
-from coda_agent.agent.run.budget import BudgetLedger, OutOfBudget, Purse, RunLimits, Spent
-from coda_agent.agent.run.journal import GPU_SECONDS, Journal, JournalError, Record
-from coda_agent.agent.run.record import uncharged
+from coda_agent.agent.run.budget import BudgetLedger, Purse, RunLimits, Spent
 from coda_agent.agent.run.task import Measure, Task
 from coda_agent.agent.run.view import Judged, RunView
+from coda_agent.agent.storage.gpu_lock import gpu_alone
+from coda_agent.agent.storage.journal import GPU_SECONDS, Journal, JournalError, Record
+from coda_agent.agent.storage.record import uncharged
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.system.deadline import Late, until

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.providers import Turn
-from coda_agent.agent.run import record
 from coda_agent.agent.run.history import Past, attended, state_of
-from coda_agent.agent.run.journal import Event
 from coda_agent.agent.run.loop import extract
 from coda_agent.agent.run.runs import JOURNAL
 from coda_agent.agent.run.view import Judged, RunView
+from coda_agent.agent.storage import record
+from coda_agent.agent.storage.journal import Event
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing
 from coda_agent.verifier.spec.file import SpecError

@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.run import record
-from coda_agent.agent.run.journal import Journal, JournalError, Snapshot
+from coda_agent.agent import providers
+from coda_agent.agent.storage import record
+from coda_agent.agent.storage.journal import DamagedError, Journal, JournalError, Snapshot
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import write_atomic
@@ -128,12 +129,13 @@ def folder(name: str) -> Path:
 
 
 def reopen(name: str) -> Run:
-    """Reopen an existing run with its original spec. Raises JournalError if the run is missing or its spec
-    was edited."""
+    """Reopen an existing run with its original spec. Raises JournalError if the run is missing, its spec was
+    edited, or its provider is unknown."""
     directory = folder(name)
     path = directory / JOURNAL
     journal = record.opened(path)
     try:
+        check_provider(path, journal.header)
         spec, text = _spec(directory, journal.header)
         record.check_programs(path, journal.events(), spec)
     except BaseException:
@@ -142,9 +144,19 @@ def reopen(name: str) -> Run:
     return Run(directory.name, journal, spec, text)
 
 
+def check_provider(journal: Path, header: Mapping[str, Any]) -> None:
+    """Raise DamagedError if the header of a journal names an unknown provider, so that the run cannot
+    continue."""
+    if header["provider"] not in providers.specs():
+        known = ", ".join(providers.specs())
+        raise DamagedError(
+            f"{journal}: provider: must be one of the providers {known}; {record.OTHER_VERSION}"
+        )
+
+
 def look(name: str) -> tuple[Snapshot, Spec]:
-    """Read a run and its spec, even while another process has the run open. Raises JournalError for the same
-    reasons as ``reopen``."""
+    """Read a run and its spec, even while another process has the run open. Raises JournalError if the run is
+    missing or its spec was edited."""
     path = folder(name) / JOURNAL
     taken = Snapshot(*record.glance(path))
     spec, _ = _spec(path.parent, taken.header)

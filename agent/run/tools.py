@@ -13,7 +13,7 @@ from typing import Any
 
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.providers import Message, Tool, ToolCall, Turn
-from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.storage.journal import Journal
 from coda_agent.agent.tips import LONGEST_LESSON, TipsError, check_lesson
 from coda_agent.verifier.report import REPORT, Rejected
 from coda_agent.verifier.spec.model import Spec

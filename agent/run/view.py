@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from coda_agent.agent.providers import Turn, Usage
-from coda_agent.agent.run.journal import Event
-from coda_agent.agent.run.record import uncharged
+from coda_agent.agent.storage.journal import Event
+from coda_agent.agent.storage.record import uncharged
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.report import (

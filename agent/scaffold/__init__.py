@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import typer
 
 from coda_agent.agent import arguments
-from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.agent.scaffold.draft import SpecDraft, TensorDraft
 from coda_agent.agent.scaffold.function import Function, ScaffoldError, read
 from coda_agent.agent.scaffold.infer import Found, cut, infer, proven, trial_sizes
+from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.lang.dims import NAME, Dim
 from coda_agent.primitives.lang.signature import DTYPES, INDICES, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.primitives.system.files import write_atomic

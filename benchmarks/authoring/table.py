@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks.authoring.operators import KINDS, OPTIONS
 from coda_agent.agent.reporting.proportions import difference, wilson
-from coda_agent.agent.run import record
 from coda_agent.agent.run.loop import extract
 from coda_agent.agent.run.runs import JOURNAL
+from coda_agent.agent.storage import record
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 

@@ -288,7 +288,7 @@ def controls(worker: Worker, tries: int) -> Rows:
 def control_task() -> tuple[Task, Any]:
     """The task that times an accepted kernel at one case, with its tuned schedules. Apart from the kernel
     itself, only the control arms are timed."""
-    from coda_agent.agent.artifacts import accept
+    from coda_agent.agent.storage import accepted
     from coda_agent.primitives.lang.schedule import by_step
     from coda_agent.verifier.gpu.benchmark import Benchmark, score
     from coda_agent.verifier.gpu.checks import KernelCase
@@ -296,11 +296,11 @@ def control_task() -> tuple[Task, Any]:
 
     name, wanted = CONTROL
     spec = load(ROOT / "specs" / f"{name}.yaml")
-    accepted = accept.read(spec)
-    assert accepted is not None  # because the kernel is committed
-    (timing,) = (t for t in accepted.report.timings if t.case == wanted)
+    found = accepted.read(spec)
+    assert found is not None  # because the kernel is committed
+    (timing,) = (t for t in found.report.timings if t.case == wanted)
     chosen = by_step(timing.schedules)
-    job = KernelCase(spec, accepted.kernel, wanted, timing.sizes, schedules=(chosen,))
+    job = KernelCase(spec, found.kernel, wanted, timing.sizes, schedules=(chosen,))
     return score, (job, Benchmark((), timing.rounds, controlled=True))
 
 

@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.reporting.charts import ANONYMOUS, image, shortened, styled
-from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.agent.terminal.safe_text import visible
 from coda_agent.comparison.competitors import (
     COLUMNS,
     COMPILE,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.agent.terminal.safe_text import visible
 from coda_agent.comparison.competitors import COMPILE, HUMAN, LLM, composed
 from coda_agent.comparison.drawing import summary
 from coda_agent.comparison.drawing.cells import NAMES, TableRow, lines

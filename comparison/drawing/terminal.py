@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coda_agent.agent.reporting.charts import number
-from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.agent.terminal.safe_text import visible
 from coda_agent.comparison.competitors import LLM
 from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, TableRow, lines
 from coda_agent.comparison.drawing.sheets import ABSENT, Notes, clocks, columns_of, fastest, mark, marks

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_nowhere, never, stood_in
 
-from coda_agent.agent.artifacts import quack_tunings
+from coda_agent.agent.storage import quack_tunings
 from coda_agent.comparison import environment, kernels, keys, rows, workers
 from coda_agent.comparison.competitors import (
     COMPILE,

@@ -14,7 +14,6 @@ import pytest
 from comparison_machine import Machine, stood_in
 from gpu_taken import gpu_taken
 
-from coda_agent.agent.artifacts.accept import ROOT
 from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
 from coda_agent.comparison import rows
@@ -35,6 +34,7 @@ from coda_agent.comparison.drawing.cells import lines
 from coda_agent.comparison.drawing.summary import against
 from coda_agent.comparison.options import QUICK_ROUNDS, Choice
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, read, write
+from coda_agent.primitives.system.files import ROOT
 from coda_agent.verifier.baselines.quack import OWN_TUNER
 from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.statistics import ratio

@@ -26,7 +26,7 @@ def gpu_taken(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], object]) -> I
                 lock.release()
             return super().acquire(timeout, *given, **more)
 
-    monkeypatch.setattr("coda_agent.agent.artifacts.gpu_lock.FileLock", Waiting)
+    monkeypatch.setattr("coda_agent.agent.storage.gpu_lock.FileLock", Waiting)
     with lock:
         yield waited
     with FileLock(cache_dir() / "gpu.lock", timeout=0):  # check that the lock is free again

@@ -14,8 +14,8 @@ from authoring import TOY_KERNEL, program_of, write_toy
 from gpu_taken import gpu_taken
 from test_measure import Workers
 
-from coda_agent.agent.artifacts.checkpoint import resumed
 from coda_agent.agent.cli import main
+from coda_agent.agent.storage.checkpoint import resumed
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.system.files import cache_dir
 from coda_agent.verifier import stages
@@ -122,7 +122,7 @@ def test_what_quack_won_with_before_is_raced_again(
 ) -> None:
     tuned = QuackTuned(gpu="a GPU", version="1", arms={})
     monkeypatch.setattr(
-        "coda_agent.agent.artifacts.quack_tunings.quack",
+        "coda_agent.agent.storage.quack_tunings.quack",
         lambda spec: {"wide": tuned} if spec.name == "toy" else {},
     )
     assert verify()[0] == 0

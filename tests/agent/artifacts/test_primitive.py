@@ -16,15 +16,15 @@ from checkout import ROOT
 from softsign import EXACT, GOOD, SOFTSIGN, write
 from typer.testing import CliRunner
 
-from coda_agent.agent import setup
 from coda_agent.agent.artifacts import accept, bundle, primitive
 from coda_agent.agent.cli.exit_codes import OK, USAGE
 from coda_agent.agent.cli.main import app, main
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.prompts.vocabulary import formed
-from coda_agent.agent.run import runs
-from coda_agent.agent.run.journal import read_export
+from coda_agent.agent.run import from_header, primitive_task, runs
 from coda_agent.agent.run.loop import Loop, Outcome, result_of
+from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage.journal import read_export
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput, Refused
 from coda_agent.verifier.loading import load
@@ -49,7 +49,7 @@ def begun(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_c
 def author(run: runs.Run, *answers: str, measure: Any = None) -> tuple[Outcome, Scripted]:
     provider = Scripted([fenced(a) for a in answers])
     with run.journal:
-        work = setup.task_of(run)
+        work = from_header.task_of(run)
         outcome = Loop(run.journal, run.spec, work, provider, Notes(), measure=measure).run()
     return outcome, provider
 
@@ -67,10 +67,10 @@ def test_a_run_corrects_and_is_checked(begun: runs.Run) -> None:
 
 
 def test_the_pack_is_one_prefix_and_lacks_the_function() -> None:
-    pack = primitive.pack()
+    pack = primitive_task.pack()
     assert prompt.tokens(pack) < 6000 and "{exports}" not in pack and "`choose`" in pack
     assert "def gelu(x: Any)" in pack and "softsign" not in pack and "griddepcontrol" not in pack
-    for name in primitive.EXAMPLES:
+    for name in primitive_task.EXAMPLES:
         assert f"def {name}(" in pack
 
 
@@ -90,7 +90,7 @@ def test_a_measured_one_is_accepted(begun: runs.Run) -> None:
 
 
 def checked_identity(run: runs.Run, source: str) -> Any:
-    made = primitive.PrimitiveTask.of(run).proposal
+    made = primitive_task.PrimitiveTask.of(run).proposal
     found = proposal_gates.check(made, run.spec, source).report
     assert isinstance(found, Checked)
     return found.identity
@@ -136,11 +136,11 @@ def test_a_merged_one_is_played_back_and_not_merged_again(
     use the vocabulary's own function. The test removes one comma from the recorded text, so that this text
     differs from the merged module ``device/softplus.py``. If both texts were equal, the audit of the test
     session would take the merged module for a candidate, and report that it ran outside the jail."""
-    kept = accept.recording("softplus", edited=True)
+    kept = accepted.recording("softplus", edited=True)
     (changed := tmp_path / kept.name).write_text(
         kept.read_text().replace("exp(-abs(x)), in", "exp(-abs(x)) in")
     )
-    monkeypatch.setattr(accept, "recording", lambda name, edited=False: changed)
+    monkeypatch.setattr(accepted, "recording", lambda name, edited=False: changed)
     monkeypatch.chdir(ROOT)
     found = CliRunner().invoke(app, ["primitive", "softplus", "--provider", "replay"])
     assert found.exit_code == OK, found.output

@@ -32,7 +32,7 @@ from coda_agent.agent.options import Further, flags
 from coda_agent.agent.reporting import progress as live
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.budget import RunLimits
-from coda_agent.agent.run.journal import read_export
+from coda_agent.agent.storage.journal import read_export
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier import loading
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL
@@ -138,7 +138,7 @@ def test_generate_with_a_gpu(
 ) -> None:
     arms: list[tuple[str, ...]] = []
     before = {"large": QuackTuned(gpu="a GPU", version="1", arms={})}
-    monkeypatch.setattr("coda_agent.agent.artifacts.quack_tunings.quack", lambda spec: before)
+    monkeypatch.setattr("coda_agent.agent.storage.quack_tunings.quack", lambda spec: before)
 
     def measure(
         spec: Any,

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 from authoring import SPECS, TOY, accepted_run, make_run, write_toy
+from checkout import ROOT
 from commanding import Command
 
 import comparison
 from coda_agent.agent.cli.exit_codes import USAGE
-from coda_agent.agent.run import history, record, runs
-from coda_agent.agent.run.journal import DamagedError
+from coda_agent.agent.run import history, runs
+from coda_agent.agent.storage import record
+from coda_agent.agent.storage.journal import DamagedError
 from coda_agent.comparison.results import read
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.loading import load
@@ -109,10 +111,20 @@ def test_commands_end_by_one_message(spec: Path, tmp_path: Path, command: Comman
     assert done.status == 0 and name in done.out and "unreadable" in done.out
 
 
+def test_a_run_of_an_unknown_provider_can_be_read_but_not_resumed(spec: Path, command: Command) -> None:
+    name = make_run(spec)
+    change(name, "UPDATE header SET json = json_set(json, '$.provider', 'oracle')")
+    done = command("resume", name)
+    assert done.status == USAGE and name in done.said() and "must be one of the providers" in done.said()
+    assert command("review", name).status == 0
+    with pytest.raises(DamagedError, match="must be one of the providers"):
+        runs.reopen(name)
+
+
 def test_one_place_reads_records() -> None:
-    """In ``agent/run``, only record.py and journal.py read journals and recordings directly. Any other module
-    that did so would use records that nobody has checked."""
-    for path in sorted(Path(record.__file__).parent.rglob("*.py")):
+    """In ``agent/run`` and ``agent/storage``, only record.py and journal.py read journals and recordings
+    directly. Any other module that did so would use records that nobody has checked."""
+    for path in sorted(p for folder in ("run", "storage") for p in (ROOT / "agent" / folder).rglob("*.py")):
         if path.name not in ("record.py", "journal.py"):
             text = path.read_text(encoding="utf-8")
             found = [name for name in ("read_export", "Journal.open", "journal.glance") if name in text]

@@ -34,12 +34,12 @@ from mcp_types import CallToolResult, Implementation, TextContent, Tool
 
 from coda_agent.agent import setup
 from coda_agent.agent.cli.mcp import server
+from coda_agent.agent.learning.lessons import learned
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
 from coda_agent.agent.providers.mcp import Submission
 from coda_agent.agent.run import history, runs, tools
 from coda_agent.agent.run.loop import result_of
-from coda_agent.agent.tips.lessons import learned
 from coda_agent.verifier import verify
 from coda_agent.verifier.report import Checked, Rejected
 from coda_agent.verifier.sandbox.jail import JailUnavailable

@@ -28,7 +28,7 @@ from coda_agent.agent.providers import Question, Turn
 from coda_agent.agent.reporting import sweep_view
 from coda_agent.agent.run import history, runs
 from coda_agent.agent.run.budget import Purse, RunLimits
-from coda_agent.agent.run.journal import glance
+from coda_agent.agent.storage.journal import glance
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.gpu.worker import Task, WorkerError

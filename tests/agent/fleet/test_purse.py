@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from coda_agent.agent.providers import Turn, Usage
-from coda_agent.agent.run.budget import BudgetLedger, OutOfBudget, Purse, RunLimits
-from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.providers import OutOfBudget, Turn, Usage
+from coda_agent.agent.run.budget import BudgetLedger, Purse, RunLimits
+from coda_agent.agent.storage.journal import Journal
 
 MODEL = "claude-opus-4-5"
 

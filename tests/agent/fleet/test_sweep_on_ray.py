@@ -23,7 +23,7 @@ from waiting import eventually
 from coda_agent.agent.fleet import sweep
 from coda_agent.agent.reporting import sweep_view
 from coda_agent.agent.run import history, runs
-from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.storage.journal import JournalError
 
 pytestmark = pytest.mark.slow
 KEY = "sk-ant-fake-of-the-driver-alone"

@@ -15,8 +15,8 @@ from checkout import ROOT
 from coda_agent import primitives
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.prompts.prompt import BUDGET, EXAMPLES, Prompt, assemble, tokens
-from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.run.loop import extract
+from coda_agent.agent.storage.journal import read_export
 from coda_agent.agent.tips import PROPOSED, RETIRED, Tip
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Rejected

@@ -13,8 +13,8 @@ from fake_messages import FakeMessages
 
 from coda_agent.agent.providers import Message, ProviderError, Question, ToolCall, Turn, make
 from coda_agent.agent.providers.scrub import Scrub, ScrubbedStream
-from coda_agent.agent.run.journal import Journal
 from coda_agent.agent.run.tools import TOOLS
+from coda_agent.agent.storage.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("no_keys")
 

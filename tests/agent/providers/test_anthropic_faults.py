@@ -13,10 +13,10 @@ import pytest
 from asking import ASK, KEY, USAGE, Night, Purse, ask, claude, refused
 from fake_messages import FakeMessages, Reply
 
-from coda_agent.agent.providers import ProviderError, Question, Turn, Usage, make
+from coda_agent.agent.providers import OutOfBudget, ProviderError, Question, Turn, Usage, make
 from coda_agent.agent.providers.patience import Patience
-from coda_agent.agent.run.budget import BudgetLedger, OutOfBudget, RunLimits
-from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.run.budget import BudgetLedger, RunLimits
+from coda_agent.agent.storage.journal import Journal
 
 pytestmark = [pytest.mark.usefixtures("no_keys"), pytest.mark.slow]
 

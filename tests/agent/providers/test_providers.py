@@ -10,7 +10,7 @@ import pytest
 from asking import ASK, KEY, TALK
 
 from coda_agent.agent.providers import Message, ProviderError, Question, Turn, Usage, make, specs
-from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.storage.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("no_keys")
 
@@ -33,7 +33,7 @@ def test_an_unknown_provider_lists_the_known() -> None:
 
 def test_no_sdk_is_imported_before_its_use() -> None:
     heavy = "{'anthropic', 'torch', 'httpx2', 'pydantic', 'rich'}"
-    code = "import sys, coda_agent.agent.providers, coda_agent.agent.run.journal; "
+    code = "import sys, coda_agent.agent.providers, coda_agent.agent.storage.journal; "
     code += f"print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

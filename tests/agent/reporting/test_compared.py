@@ -31,7 +31,7 @@ from coda_agent.agent.cli.main import app
 from coda_agent.agent.providers import Turn
 from coda_agent.agent.reporting import compared
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.journal import GPU_SECONDS, JournalError
+from coda_agent.agent.storage.journal import GPU_SECONDS, JournalError
 from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Measured, Rejected

@@ -38,9 +38,9 @@ from coda_agent.agent.reporting import charts, html_report
 from coda_agent.agent.reporting.charts import LONG, Mark, duration, number
 from coda_agent.agent.reporting.pages import macro
 from coda_agent.agent.reporting.render import rivals
-from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.journal import GPU_SECONDS, Journal, JournalError
+from coda_agent.agent.storage.journal import GPU_SECONDS, Journal, JournalError
+from coda_agent.agent.terminal.safe_text import visible
 from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import GATES, Gate, Measured, Rejected, Unmeasured

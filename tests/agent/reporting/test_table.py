@@ -12,11 +12,11 @@ from authoring import KERNELS, RECORDINGS, SHIPPED
 from checkout import ROOT
 from typer.testing import CliRunner
 
-from coda_agent.agent.artifacts.accept import KernelError
 from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import USAGE
 from coda_agent.agent.reporting import table, table_rows
 from coda_agent.agent.reporting.table_rows import Estimate
+from coda_agent.agent.storage.accepted import KernelError
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.report import Accepted, Authorship, Identity, Ratio, Timing
 

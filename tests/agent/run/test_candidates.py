@@ -30,8 +30,9 @@ from typer.testing import CliRunner
 
 from coda_agent.agent.cli.authoring import create_runs
 from coda_agent.agent.cli.main import app
+from coda_agent.agent.reporting import candidates_view
 from coda_agent.agent.run import candidates, history, runs
-from coda_agent.agent.run.journal import JournalError, glance
+from coda_agent.agent.storage.journal import JournalError, glance
 from coda_agent.verifier.loading import load
 
 pytestmark = pytest.mark.slow
@@ -121,7 +122,7 @@ def test_one_that_is_killed_says_so(toy: Path, tmp_path: Path) -> None:
         expect(lambda: all((tmp_path / "hands" / n / "prompt-1.md").exists() for n in "12"))
         for candidate in started:
             candidate.process.kill()
-        ended = candidates.attend(started, Console())
+        ended = candidates_view.attend(started, Console())
     assert [(e.past.run, e.past.stopped, e.status) for e in ended] == [
         (name, "killed by SIGKILL", -signal.SIGKILL) for name in names
     ]
@@ -163,7 +164,7 @@ def test_the_table_has_what_journals_tell(toy: Path) -> None:
         (runs.runs_dir() / name / candidates.LOG).write_text("  trace      passed\n\n")
     with console.capture() as capture:
         console.print(
-            candidates.table(
+            candidates_view.table(
                 [candidates.Candidate(i, history.Reading(n), done) for i, n in enumerate(names, 1)]
             )
         )
@@ -173,5 +174,5 @@ def test_the_table_has_what_journals_tell(toy: Path) -> None:
     assert lines[3][:3] == ["3", names[2], "rejected"]
     assert lines[3][-3:] == ["(2.000)", "(0.900)", "(7%)"]
     assert "in parentheses: measured, but not accepted" in capture.get()
-    ranked = sorted(map(history.past_of, names), key=candidates._merit)
+    ranked = sorted(map(history.past_of, names), key=candidates.merit)
     assert [past.run for past in ranked] == [names[1], names[0], names[2]]

@@ -31,7 +31,7 @@ from coda_agent.agent.cli.main import app
 from coda_agent.agent.providers import Turn, Usage
 from coda_agent.agent.run import history, run_summary, runs
 from coda_agent.agent.run.budget import BudgetLedger, Spent
-from coda_agent.agent.run.journal import Journal, JournalError, glance
+from coda_agent.agent.storage.journal import Journal, JournalError, glance
 from coda_agent.verifier.loading import load
 
 

@@ -22,10 +22,9 @@ from authoring import (
     write_toy,
 )
 
-from coda_agent.agent import setup
 from coda_agent.agent.artifacts import bundle, bundle_measuring
 from coda_agent.agent.artifacts.accept import accept
-from coda_agent.agent.run import history, improve, runs
+from coda_agent.agent.run import from_header, history, improve, runs
 from coda_agent.agent.run.loop import Loop, Outcome, result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
@@ -76,7 +75,7 @@ def author(
     run: runs.Run, answers: list[str], gpu: Gpu | None, rounds: int
 ) -> tuple[Outcome, Scripted, Notes]:
     provider, notes = Scripted(answers), Notes()
-    loop = Loop(run.journal, run.spec, setup.task_of(run), provider, notes, measure=gpu, improve=rounds)
+    loop = Loop(run.journal, run.spec, from_header.task_of(run), provider, notes, measure=gpu, improve=rounds)
     return loop.run(), provider, notes
 
 

@@ -27,8 +27,8 @@ from killing import FAILED, READ, REFUSED, VOID, WRITTEN, Errand, processes
 from coda_agent.agent.artifacts import accept, bundle
 from coda_agent.agent.cli.exit_codes import OK
 from coda_agent.agent.run import budget, runs
-from coda_agent.agent.run.journal import Event, glance
 from coda_agent.agent.run.loop import result_of
+from coda_agent.agent.storage.journal import Event, glance
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import identity

@@ -20,9 +20,9 @@ from checkout import ROOT
 
 from benchmarks.operators import OPTIONS
 from coda_agent.agent.cli import main
-from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.scaffold.function import read
 from coda_agent.agent.scaffold.torch_names import _number
+from coda_agent.agent.storage.journal import read_export
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import run

@@ -16,8 +16,8 @@ from checkout import ROOT
 from rich.console import Console
 from softsign import CONSTANT, EXACT, FAST, GOOD, NAIVE, proposed, verdict, write
 
-from coda_agent.agent.artifacts import primitive
 from coda_agent.agent.reporting import render
+from coda_agent.agent.run import primitive_task
 from coda_agent.primitives.compiler import lower as lowering
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
@@ -182,7 +182,7 @@ def test_what_cannot_be_computed_is_refused_with_its_line_and_what_can_be(
     assert isinstance(found, Rejected) and (found.gate, found.code) == ("interpret", "arithmetic"), found
     assert found.line and "absf" in source.splitlines()[found.line - 1]
     assert found.message.startswith("cute.math.absf: ") and found.message.endswith(interpreter.known_words())
-    assert interpreter.known_words() in primitive.pack()
+    assert interpreter.known_words() in primitive_task.pack()
     offered = {*lowering.exports()["values"]} - {"LOWEST"}
     assert offered <= interpreter.known_functions().keys()
 

@@ -20,7 +20,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.artifacts import locks
+from coda_agent.agent.storage import locks
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import ROOT, write_atomic
 

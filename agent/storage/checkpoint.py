@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+from coda_agent.agent.storage.gpu_lock import gpu_alone
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-from coda_agent.agent.run.journal import Event, Journal, JournalError, glance, is_open, read_export
+from coda_agent.agent.storage.journal import Event, Journal, JournalError, glance, is_open, read_export
 from coda_agent.primitives.system.files import write_atomic
 
 # This program is a run of `steps` steps. The program notes each token that a step produces in the file
@@ -25,7 +25,7 @@ from coda_agent.primitives.system.files import write_atomic
 RUN = """
 import functools, os, signal, sqlite3, sys, uuid
 from pathlib import Path
-from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.storage.journal import Journal
 
 directory, steps, kill = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -155,7 +155,7 @@ def test_commits_are_durable(tmp_path: Path) -> None:
 def test_a_second_opener_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     code = f"""
-from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.storage.journal import Journal
 from pathlib import Path
 journal = Journal.create(Path({str(path)!r}), {{}})
 print("open", flush=True)
@@ -181,7 +181,7 @@ def test_asking_who_has_a_journal_takes_it_from_nobody(tmp_path: Path) -> None:
     assert not is_open(path) and list(tmp_path.iterdir()) == []
     Journal.create(path, {}).close()
     code = f"""
-from coda_agent.agent.run.journal import is_open
+from coda_agent.agent.storage.journal import is_open
 from pathlib import Path
 print("asking", flush=True)
 while True:
@@ -307,7 +307,7 @@ def cut_off(path: Path) -> None:
     Remove the journal's index file."""
     code = f"""
 import os, signal
-from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.storage.journal import Journal
 from pathlib import Path
 journal = Journal.create(Path({str(path)!r}), {{"spec": "s"}})
 journal.once("a", "answer", lambda: {{"text": "kept"}})
@@ -359,7 +359,7 @@ def test_a_write_that_the_system_breaks_off(tmp_path: Path) -> None:
     Journal.create(path, {}).close()
     code = f"""
 import resource
-from coda_agent.agent.run.journal import Journal, JournalError
+from coda_agent.agent.storage.journal import Journal, JournalError
 from pathlib import Path
 journal = Journal.open(Path({str(path)!r}))
 journal.once("small", "answer", lambda: {{"text": "kept"}})
@@ -384,7 +384,7 @@ def test_what_can_be_read_nowhere_says_why(tmp_path: Path) -> None:
     cut_off(killed)
     code = f"""
 import resource
-from coda_agent.agent.run.journal import JournalError, glance
+from coda_agent.agent.storage.journal import JournalError, glance
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 print(glance(Path({str(ended)!r})))

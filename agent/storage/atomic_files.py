@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from coda_agent.agent.artifacts.locks import alone, together
+from coda_agent.agent.storage.locks import alone, together
 from coda_agent.primitives.system.files import sync_directory, write_atomic
 
 # The states of a replacement's folder. draft: the new files are being written. whole: all new files are

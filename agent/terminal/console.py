@@ -8,7 +8,9 @@ from typing import Any
 from rich import console as rich
 from rich.segment import Segment
 
-from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.agent.terminal.safe_text import visible
+
+STYLE = {"accepted": "bold green", "checked": "bold cyan", "rejected": "bold red"}  # by a verdict's status
 
 
 class Console(rich.Console):

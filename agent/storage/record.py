@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,9 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from coda_agent.agent import providers
-from coda_agent.agent.run import journal
-from coda_agent.agent.run.journal import GPU_SECONDS, DamagedError, Event, Journal
+from coda_agent.agent.storage import journal
+from coda_agent.agent.storage.journal import GPU_SECONDS, DamagedError, Event, Journal
 from coda_agent.primitives.errors import first_fault
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
@@ -81,17 +79,11 @@ class _Recorded(_Shape):
     author: str | None
 
 
-def _known_provider(name: str) -> str:
-    if name not in providers.specs():
-        raise ValueError(f"must be one of the providers {', '.join(providers.specs())}")
-    return name
-
-
 class _Header(_Recorded):
     """The header of a run, with all options that are needed to resume the run."""
 
     spec_hash: str
-    provider: Annotated[str, AfterValidator(_known_provider)]
+    provider: str
     attempts: Annotated[int, Field(ge=1, lt=1 << 20, strict=True)]
     improve: Annotated[int, Field(ge=0, lt=1 << 20, strict=True)] = 0
     limits: _Limits = _Limits()

@@ -10,11 +10,11 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.run import record
-from coda_agent.agent.run.journal import Event
 from coda_agent.agent.run.optimize import Original
 from coda_agent.agent.run.runs import JOURNAL, folder
 from coda_agent.agent.run.view import Judged, RunView
+from coda_agent.agent.storage import record
+from coda_agent.agent.storage.journal import Event
 from coda_agent.agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
 from coda_agent.verifier.decision import NO_FASTER
 from coda_agent.verifier.loading import load

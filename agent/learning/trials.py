@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.prompts import prompt
+from coda_agent.agent.providers import OutOfBudget
 from coda_agent.agent.reporting.proportions import Difference, difference
-from coda_agent.agent.run import record, runs
-from coda_agent.agent.run.budget import OutOfBudget, RunLimits
-from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run.budget import RunLimits
 from coda_agent.agent.run.loop import Listener, Loop
 from coda_agent.agent.run.task import AuthoringTask, Measure
+from coda_agent.agent.storage import record
+from coda_agent.agent.storage.journal import JournalError
 from coda_agent.agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_prompts
 from coda_agent.verifier.loading import load
 
@@ -139,8 +141,6 @@ class Runs:
     judged: int = 0  # attempts of all runs so far
 
     def __call__(self, path: Path, tips: Sequence[Tip]) -> int | None:
-        from coda_agent.agent.setup import provider_of
-
         run = self._run(path, tips)
         self.taken.append(run.name)
         with run.journal:
@@ -149,7 +149,7 @@ class Runs:
                 run.journal,
                 run.spec,
                 AuthoringTask(run.spec, run.text, tips, options["weak_jail"]),
-                provider_of(run),
+                from_header.provider_of(run),
                 self.listener,
                 attempts=options["attempts"],
                 measure=self.measure,

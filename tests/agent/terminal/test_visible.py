@@ -14,10 +14,10 @@ from commanding import Command
 
 from coda_agent.agent.artifacts.bundle import BundleResults, KernelResult
 from coda_agent.agent.reporting.progress import LiveView
-from coda_agent.agent.reporting.safe_text import visible
-from coda_agent.agent.reporting.terminal import Console
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.loop import result_of
+from coda_agent.agent.terminal.console import Console
+from coda_agent.agent.terminal.safe_text import visible
 from coda_agent.verifier.report import Checked, Rejected
 
 HOSTILE = "\x1b]0;owned\x07\x9b2J [/x] [red]\u202egnp.exe :smile: \x7f"
@@ -55,7 +55,7 @@ def test_one_place_prints() -> None:
         name = path.relative_to(ROOT).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        assert name == "agent/reporting/safe_text.py" or not called & PRINTS, f"{name} prints"
+        assert name == "agent/terminal/safe_text.py" or not called & PRINTS, f"{name} prints"
         imported = {
             f"{node.module}.{alias.name}"
             for node in ast.walk(tree)

@@ -1,0 +1,1 @@
+"""Learn tips from runs, and measure whether they help."""

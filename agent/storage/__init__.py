@@ -1,0 +1,1 @@
+"""Files of runs and of accepted kernels: journals, locks, stores of finished stages."""

@@ -1,0 +1,1 @@
+"""Print to the terminal: safe text, and the console for tables."""
