@@ -118,7 +118,7 @@ def source(path: Path) -> str:
 
 def kernel_source(kernel: Path) -> str:
     """Return a kernel's source. An interrupted acceptance of the kernel is completed first."""
-    from coda_agent.agent.storage.accepted import consistent_files
+    from coda_agent.agent.storage.kernel_files import consistent_files
 
     name, edited = kernel.name.partition(".")[0], ".raw." in kernel.name
     with suppress(FileNotFoundError), consistent_files(name, kernel.parent, edited=edited):

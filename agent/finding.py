@@ -28,6 +28,6 @@ def program(name: str, command: str, without: str, install: str, reinstall: str)
     if path is None:
         return Finding(name, "missing", f"not on PATH: {without}", install)
     try:
-        return Finding(name, "ok", output(path, "--version").strip())
+        return Finding(name, "ok", output(path, "--version", seconds=20).strip())
     except (OSError, subprocess.SubprocessError) as error:
         return Finding(name, "broken", f"{path}: {error}", reinstall)

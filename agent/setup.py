@@ -38,9 +38,9 @@ def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
     ``edits``: whether the run edits CuTeDSL."""
     if provider != AUTO:
         return provider
-    from coda_agent.agent.run.from_header import context
+    from coda_agent.agent.run.assembly import run_context
 
-    run, lacking = context(spec, edits=edits), []
+    run, lacking = run_context(spec, edits=edits), []
     for name, auto in providers.automatic():
         if not (lacks := auto.lacks(run)):
             return name
@@ -53,12 +53,12 @@ def new_author(
 ) -> tuple[dict[str, Any], Provider]:
     """Return the header of a new run's journal, and the run's provider. Raises an error if the options cannot
     work, so that no such run is created."""
-    from coda_agent.agent.run.from_header import context, make_provider
+    from coda_agent.agent.run.assembly import make_provider, run_context
 
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *typed_options(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
-    given |= providers.provider_spec(provider).header(context(name, edits=edits))
+    given |= providers.provider_spec(provider).header(run_context(name, edits=edits))
     refuse_uncounted(provider, limits, authoring.model)
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
     return header, make_provider(header, name, edits=edits)
@@ -97,8 +97,8 @@ def author(
 ) -> Outcome:
     """Run the loop with the options in the run's header. ``given``: options and limits for this call, which
     replace those in the header. ``provider``: by default, the provider that the header names."""
+    from coda_agent.agent.run.assembly import provider_of, task_of
     from coda_agent.agent.run.budget import RunLimits
-    from coda_agent.agent.run.from_header import provider_of, task_of
     from coda_agent.agent.run.loop import Loop
 
     changes = dict(given or {})

@@ -60,7 +60,7 @@ def install() -> str:
         pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
         # no --quiet, because it would keep pip from naming conflicting packages
         filled = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar=off", PACKAGE]
-        output(*filled, seconds=3600, stderr=subprocess.STDOUT)
+        output(*filled, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
         raise InvalidInput(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage import kernel_files
 from coda_agent.comparison.competitors import EDITED, PROGRAM
 from coda_agent.primitives.compiler.lower import PACKAGES
 from coda_agent.primitives.lang.ir import Program
@@ -29,7 +29,7 @@ def by_arm(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Kernel]:
 def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
     """An operator's accepted kernel with the schedules of its report. None if no kernel is accepted, or if
     the installed packages lower the program to code other than the measured code. Raises KernelError."""
-    found = accepted.read(spec, edited=edited)
+    found = kernel_files.read(spec, edited=edited)
     if found is None or not _as_measured(found):
         return None
     return Incumbent.of(found.kernel, found.report.timings)
@@ -38,7 +38,7 @@ def accepted_kernel(spec: Spec, *, edited: bool) -> Incumbent | None:
 def outdated(spec: Spec, *, edited: bool) -> str | None:
     """Say why ``accepted_kernel`` rejects an operator's accepted kernel, and what the user can do. None if
     ``accepted_kernel`` returns a kernel, or if no kernel is accepted. Raises KernelError."""
-    found = accepted.read(spec, edited=edited)
+    found = kernel_files.read(spec, edited=edited)
     if found is None or _as_measured(found):
         return None
     made = {name: found.report.identity.versions.get(name, "unknown") for name in PACKAGES}
@@ -53,7 +53,7 @@ def outdated(spec: Spec, *, edited: bool) -> str | None:
 
 def written(spec: Spec) -> Program:
     """The program that a model wrote for an operator. ``accepted_kernel`` may reject this program."""
-    with accepted.consistent_files(spec.name) as (_, program, *_):
+    with kernel_files.consistent_files(spec.name) as (_, program, *_):
         return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
 
 
@@ -66,7 +66,7 @@ def machine(ceilings: Mapping[str, float]) -> Machine:
     return gpu._replace(**measured)
 
 
-def _as_measured(found: accepted.AcceptedKernel) -> bool:
+def _as_measured(found: kernel_files.AcceptedKernel) -> bool:
     """Whether the installed packages lower the kernel to the code that was measured."""
     return found.kernel.lowered.hash == found.report.identity.lowered_hash
 

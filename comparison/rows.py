@@ -15,7 +15,7 @@ from coda_agent.agent.reporting.table_rows import (
     case_order,
 )
 from coda_agent.agent.storage import quack_tunings
-from coda_agent.agent.storage.accepted import is_there
+from coda_agent.agent.storage.kernel_files import is_there
 from coda_agent.comparison import competitors, kernels, session
 from coda_agent.comparison.layers import VARIANTS
 from coda_agent.comparison.results import LAYER_BOTH as BOTH

@@ -14,8 +14,8 @@ from pathlib import Path
 from coda_agent.agent.run.loop import PIECE, STOPPED, Outcome
 from coda_agent.agent.run.runs import JOURNAL, folder
 from coda_agent.agent.storage import atomic_files, record
-from coda_agent.agent.storage.accepted import RECORDINGS, consistent_files, files, recording
 from coda_agent.agent.storage.journal import Record, Snapshot
+from coda_agent.agent.storage.kernel_files import RECORDINGS, consistent_files, files, recording_path
 from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.errors import Refused
 from coda_agent.primitives.system.files import KERNELS, ROOT, write_atomic
@@ -88,7 +88,7 @@ def accept(
     written = dict(zip(files(name, directory, edited=edited), texts, strict=False))
     if not edited:
         written[directory / f"{name}.cutedsl.py"] = lowered.text
-    evidence, run = files(name, directory, edited=edited)[-1], recording(name, recordings, edited=edited)
+    evidence, run = files(name, directory, edited=edited)[-1], recording_path(name, recordings, edited=edited)
     # a replayed run already has its recording
     if not journal.header.get("replays"):
         written[run] = recorded(journal)
@@ -154,7 +154,7 @@ def commit(paths: list[Path], words: str) -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        return output("git", "-C", str(ROOT), *arguments, seconds=3600)  # a hook may run tests
+        return output("git", "-C", str(ROOT), *arguments)
     except FileNotFoundError:
         raise Refused("git is not installed: the files are written, commit them yourself") from None
     except subprocess.CalledProcessError as error:

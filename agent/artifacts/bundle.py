@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.from_header import task_of
+from coda_agent.agent.run.assembly import task_of
 from coda_agent.agent.run.view import RunView
-from coda_agent.agent.storage import accepted, quack_tunings
+from coda_agent.agent.storage import kernel_files, quack_tunings
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput, first_fault
 from coda_agent.primitives.system.files import write_atomic
@@ -192,8 +192,8 @@ def _known_schedules(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     """Return the tuned schedules of the spec's accepted kernel, if that kernel has the program of
     ``identity``. Tuning then measures only these schedules, even if the lowering has changed since."""
     try:
-        before = accepted.read(spec)
-    except accepted.KernelError:  # another version of coda-agent wrote the files
+        before = kernel_files.read(spec)
+    except kernel_files.KernelError:  # another version of coda-agent wrote the files
         return {}
     if before is None or before.report.identity.program_hash != identity.program_hash:
         return {}

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.artifacts import accept
 from coda_agent.agent.prompts.vocabulary import formed
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.primitive_task import FAMILY, HEADER
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.run.primitive_task import FAMILY, PROPOSES
+from coda_agent.agent.storage import kernel_files
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import OPERATIONS
 from coda_agent.primitives.raw.arithmetic import answer
@@ -99,7 +99,7 @@ def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
     with TemporaryDirectory() as folder:
         frame = Path(folder) / f"{made.name}.yaml"
         frame.write_text(made.frame, encoding="utf-8")
-        return runs.start(frame, {**options, HEADER: path.read_text(encoding="utf-8")})
+        return runs.start(frame, {**options, PROPOSES: path.read_text(encoding="utf-8")})
 
 
 # Authoring
@@ -114,7 +114,7 @@ def latest(name: str) -> str:
         if run.startswith(f"{name}-"):
             opened = runs.reopen(run)
             opened.journal.close()
-            if HEADER in opened.journal.header and opened.spec.name == name:
+            if PROPOSES in opened.journal.header and opened.spec.name == name:
                 return run
     raise InvalidInput(f"no run has authored {name} yet; start one: coda-agent primitive {name}")
 
@@ -130,7 +130,7 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
     run = runs.reopen(latest(name))
     try:
         outcome = loop.result_of(run.journal, run.spec)
-        text = str(run.journal.header[HEADER])
+        text = str(run.journal.header[PROPOSES])
         recording = "" if "replays" in run.journal.header else accept.recorded(run.journal)
     finally:
         run.journal.close()
@@ -165,7 +165,7 @@ def patch(proposal: Proposal, source: str, recording: str = "") -> str:
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
-    kept = accepted.recording(name, edited=True).relative_to(ROOT).as_posix()
+    kept = kernel_files.recording_path(name, edited=True).relative_to(ROOT).as_posix()
     paths = (VOCABULARY, FAMILY, LANGUAGE, kept)
     before = {path: (ROOT / path).read_text(encoding="utf-8") for path in paths if (ROOT / path).exists()}
     after = {

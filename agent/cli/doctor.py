@@ -221,7 +221,7 @@ def tool(path: Path) -> Finding:
             path.name, "missing", f"not found: {path}", "pip install -U triton (a build for NVIDIA)"
         )
     try:
-        said = output(str(path), "--version").strip()
+        said = output(str(path), "--version", seconds=20).strip()
     except (OSError, subprocess.SubprocessError) as error:
         return Finding(path.name, "broken", f"{path}: {error}", "pip install --force-reinstall triton")
     version = re.search(r"release ([\w.]+)", said)

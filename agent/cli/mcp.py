@@ -29,11 +29,11 @@ from coda_agent.agent.options import MeasuringOptions
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.providers import Tool, ToolCall
 from coda_agent.agent.providers.mcp import NAME, Submission
-from coda_agent.agent.run import from_header, run_summary, runs, tools
+from coda_agent.agent.run import assembly, run_summary, runs, tools
 from coda_agent.agent.run.budget import Spent
 from coda_agent.agent.run.loop import Loop, Outcome, extract, result_of
 from coda_agent.agent.run.task import Measure
-from coda_agent.agent.storage.accepted import is_there
+from coda_agent.agent.storage.kernel_files import is_there
 from coda_agent.primitives.errors import Absent, CodaError
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Accepted, Checked, Rejected
@@ -223,7 +223,7 @@ def _loop(
     made = sum(event.kind == "answer" for event in run.journal.events())
     attempts = min(made + (submission is not None), header["attempts"])
     author = submission or Submission()
-    return Loop(run.journal, run.spec, from_header.task_of(run), author, progress, attempts, measure)
+    return Loop(run.journal, run.spec, assembly.task_of(run), author, progress, attempts, measure)
 
 
 def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,11 +73,11 @@ def sweep(
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 
-    paths = dict.fromkeys(typed.spec_file(Path(each)).absolute() for each in spec)
-    loaded = {path: load(path) for path in paths}
+    paths = [typed.spec_file(Path(each)) for each in dict.fromkeys(spec)]
+    loaded = {path.absolute(): (load(path), typed.source(path)) for path in paths}
     headers: list[dict[str, Any]] = []
     # check all specs and options before any file is written
-    for path, checked in loaded.items():
+    for path, (checked, _) in loaded.items():
         header, _ = setup.new_author(checked.name, authoring, budget.limits(), None)
         headers.append(
             header | {"improve": improve, "weak_jail": weak_jail, **runs.derived_beside(path, checked)}
@@ -139,7 +139,7 @@ def _drive(
     ray: str | None,
     at_once: int | None,
     as_json: bool,
-    loaded: Mapping[Path, Spec],
+    loaded: dict[Path, tuple[Spec, str]],
     given: dict[str, Any] | None = None,
 ) -> None:
     from coda_agent.agent.fleet.driver import Driver, spent_before
@@ -213,11 +213,16 @@ def fleet(ray: str | None) -> Iterator[Pool]:
         yield pool
 
 
-def _members(made: Sweep, loaded: Mapping[Path, Spec]) -> list[str]:
+def _members(made: Sweep, loaded: dict[Path, tuple[Spec, str]]) -> list[str]:
     """Return the sweep's runs. Create missing runs: first one run of every spec, then a second run of every
-    spec, and so on. ``loaded``: specs that are already loaded, by path."""
+    spec, and so on. ``loaded``: specs and their texts, by path; specs that are loaded here are added."""
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
+
+    def both(path: Path) -> tuple[Spec, str]:
+        if path not in loaded:
+            loaded[path] = load(path, check=False), typed.source(path)
+        return loaded[path]
 
     for number in range(1, made.header["candidates"] + 1):
         for path, header in zip(map(Path, made.header["specs"]), made.header["headers"], strict=True):
@@ -225,11 +230,8 @@ def _members(made: Sweep, loaded: Mapping[Path, Spec]) -> list[str]:
             def create(
                 path: Path = path, header: dict[str, Any] = header, number: int = number
             ) -> dict[str, Any]:
-                run = runs.create(
-                    loaded.get(path) or load(path, check=False),
-                    path.read_text(encoding="utf-8"),
-                    header | {"sweep": made.name, "sweep_candidate": number},
-                )
+                own = {"sweep": made.name, "sweep_candidate": number}
+                run = runs.create(*both(path), header | own)
                 run.journal.close()
                 return {"run": run.name}
 

@@ -23,7 +23,7 @@ from coda_agent.agent.fleet.executor import Slot, SlotLost
 from coda_agent.agent.fleet.objects import run_shared
 from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
 from coda_agent.agent.fleet.sweep import Sweep, compile_key
-from coda_agent.agent.run import from_header, history, runs
+from coda_agent.agent.run import assembly, history, runs
 from coda_agent.agent.run.budget import Purse, RunLimits, Spent
 from coda_agent.agent.run.loop import Loop, Outcome
 from coda_agent.agent.run.runs import Run
@@ -170,13 +170,13 @@ class _OnSlots:
     def loop(self) -> Loop:
         driver, run = self.driver, self.run
         header = {**run.journal.header, **driver.given}
-        task = from_header.task_of(run)
+        task = assembly.task_of(run)
         assert isinstance(task, AuthoringTask)  # a sweep contains only runs of this task
         return Loop(
             run.journal,
             run.spec,
             replace(task, elsewhere=self.check),
-            from_header.provider_of(run, header),
+            assembly.provider_of(run, header),
             _Listener(driver.now, run.name),
             header["attempts"],
             self.measure if driver.measuring else None,

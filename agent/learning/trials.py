@@ -15,7 +15,7 @@ from typing import Any
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.providers import OutOfBudget
 from coda_agent.agent.reporting.proportions import Difference, difference
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.budget import RunLimits
 from coda_agent.agent.run.loop import Listener, Loop
 from coda_agent.agent.run.task import AuthoringTask, Measure
@@ -149,7 +149,7 @@ class Runs:
                 run.journal,
                 run.spec,
                 AuthoringTask(run.spec, run.text, tips, options["weak_jail"]),
-                from_header.provider_of(run),
+                assembly.provider_of(run),
                 self.listener,
                 attempts=options["attempts"],
                 measure=self.measure,

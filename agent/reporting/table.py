@@ -27,8 +27,8 @@ from coda_agent.agent.reporting.table_rows import (
     run_row,
     span,
 )
-from coda_agent.agent.storage import accepted, atomic_files
-from coda_agent.agent.storage.accepted import KERNELS, RECORDINGS
+from coda_agent.agent.storage import atomic_files, kernel_files
+from coda_agent.agent.storage.kernel_files import KERNELS, RECORDINGS
 from coda_agent.agent.storage.record import recording
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
@@ -93,7 +93,7 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     with ExitStack() as stack:
         with suppress(FileNotFoundError):  # if no kernel has been accepted yet
             stack.enter_context(atomic_files.consistent(kernels))
-        found = [accepted.report(path) for path in sorted(kernels.glob("*.report.json"))]
+        found = [kernel_files.report(path) for path in sorted(kernels.glob("*.report.json"))]
         exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
     found.sort(key=lambda report: order(report.identity.spec))
     reports = tuple(report for report in found if not report.identity.raw)
@@ -105,7 +105,7 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     superseded = [
         edit.identity.spec
         for edit in edits
-        if edit.identity.spec in own and accepted.superseded(edit, own[edit.identity.spec])
+        if edit.identity.spec in own and kernel_files.superseded(edit, own[edit.identity.spec])
     ]
     return Tables(reports, rows_of(reports), tuple(runs), rows_of(edits), tuple(superseded))
 

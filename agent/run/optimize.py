@@ -17,7 +17,7 @@ from coda_agent.agent import providers
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import improve
 from coda_agent.agent.show import counters
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage import kernel_files
 from coda_agent.agent.tips import CUTEDSL, fitting, in_prompts, read_tips
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import Absent
@@ -71,10 +71,10 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
     """The accepted kernel of a spec, by default from generated_kernels/. If the kernel has an accepted edit,
     return the edit or the unedited kernel, whichever was measured later. ``afresh``: always return the
     unedited kernel. Raises Absent if there is no accepted kernel, and KernelError for damaged files."""
-    directory = directory or accepted.KERNELS
-    found = accepted.read(spec, directory)
-    edit = None if afresh else accepted.read(spec, directory, edited=True)
-    if edit and found and not accepted.superseded(edit.report, found.report):
+    directory = directory or kernel_files.KERNELS
+    found = kernel_files.read(spec, directory)
+    edit = None if afresh else kernel_files.read(spec, directory, edited=True)
+    if edit and found and not kernel_files.superseded(edit.report, found.report):
         found = edit
     if found is None:
         raise Absent(

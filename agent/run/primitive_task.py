@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent
     from coda_agent.verifier.stages import Checkpoint
 
-HEADER = "proposes"  # the header field with the proposal's YAML as it was when the run started
+PROPOSES = "proposes"  # the header field with the proposal's YAML as it was when the run started
 FAMILY, VALUES = "primitives/lang/ops/elementwise.py", "primitives/device/values.py"
 HOW = """\
 Answer with the functions in one ```python block, in full each time; only the last such block counts.
@@ -47,7 +47,7 @@ class PrimitiveTask:
 
     @classmethod
     def of(cls, run: runs.Run) -> PrimitiveTask:
-        text = str(run.journal.header[HEADER])
+        text = str(run.journal.header[PROPOSES])
         return cls(run.spec, text, proposing.parse(text))
 
     def opening(self) -> prompt.Prompt:

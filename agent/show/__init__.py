@@ -47,13 +47,13 @@ def edited(kernel: Path) -> str | None:
 def report_schedules(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     """The schedules of a measured case by step, from the report next to a kernel's file. Empty if no report
     of this program covers the case. Raises KernelError for an unreadable report."""
-    from coda_agent.agent.storage import accepted, atomic_files
+    from coda_agent.agent.storage import atomic_files, kernel_files
 
     path = sibling(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
     with atomic_files.consistent(path.parent, path.name):
         if not path.exists():
             return {}
-        report = accepted.report(path)
+        report = kernel_files.report(path)
     if report.identity.program_hash != program.hash:
         return {}
     found = [t.schedules for t in report.timings if t.case == case]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from importlib.metadata import version
 
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage import kernel_files
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
 
@@ -16,8 +16,8 @@ def quack(spec: Spec) -> dict[str, QuackTuned]:
     for this version of the spec, and with the installed version of QuACK. Without such a report, the result
     is empty."""
     for edited in (False, True):
-        with suppress(accepted.KernelError):  # another version of coda-agent wrote the report
-            found = accepted.read(spec, edited=edited)
+        with suppress(kernel_files.KernelError):  # another version of coda-agent wrote the report
+            found = kernel_files.read(spec, edited=edited)
             told = found.report.quack() if found and found.report.identity.spec_hash == spec.hash else {}
             if told and {each.version for each in told.values()} == {version("quack-kernels")}:
                 return told

@@ -288,7 +288,7 @@ def controls(worker: Worker, tries: int) -> Rows:
 def control_task() -> tuple[Task, Any]:
     """The task that times an accepted kernel at one case, with its tuned schedules. Apart from the kernel
     itself, only the control arms are timed."""
-    from coda_agent.agent.storage import accepted
+    from coda_agent.agent.storage import kernel_files
     from coda_agent.primitives.lang.schedule import by_step
     from coda_agent.verifier.gpu.benchmark import Benchmark, score
     from coda_agent.verifier.gpu.checks import KernelCase
@@ -296,7 +296,7 @@ def control_task() -> tuple[Task, Any]:
 
     name, wanted = CONTROL
     spec = load(ROOT / "specs" / f"{name}.yaml")
-    found = accepted.read(spec)
+    found = kernel_files.read(spec)
     assert found is not None  # because the kernel is committed
     (timing,) = (t for t in found.report.timings if t.case == wanted)
     chosen = by_step(timing.schedules)

@@ -4,11 +4,11 @@ A compiler can crash, hang or exhaust memory. Each child leads a process group, 
 group, including the child's own children. If the parent ends first, Linux kills the child, because the child
 requests this before its program starts. This module imports only the standard library.
 
-Two kinds of children that run untrusted code do not use ``start``, but use other functions of this module.
-The jail (``verifier.sandbox.jail``) is a bare Python that confines itself. ``start`` would first run another
-Python, so that a trace would take 1.5 times as long. The child that compiles edited code
-(``primitives.raw.child``) is a fork that inherits its imports, because importing would take longer than the
-child's work.
+``output`` runs commands that the project trusts, without these protections. Two kinds of children that run
+untrusted code do not use ``start``, but use other functions of this module. The jail
+(``verifier.sandbox.jail``) is a bare Python that confines itself. ``start`` would first run another Python,
+so that a trace would take 1.5 times as long. The child that compiles edited code (``primitives.raw.child``)
+is a fork that inherits its imports, because importing would take longer than the child's work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
     return process
 
 
-def output(*command: str, seconds: float = 60.0, stderr: int = subprocess.PIPE) -> str:
+def output(*command: str, seconds: float | None = None, stderr: int = subprocess.PIPE) -> str:
     """Run a trusted command, and return its standard output. ``stderr``: as for Popen. Raises OSError if the
     command cannot start or takes longer than ``seconds``, and CalledProcessError if its status is not 0."""
     pipe = subprocess.PIPE

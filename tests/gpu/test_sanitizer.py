@@ -9,7 +9,7 @@ import faults
 import pytest
 from checkout import PYTHONPATH, ROOT
 
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage import kernel_files
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import choices
 from coda_agent.verifier.gates import Failed
@@ -18,11 +18,13 @@ from coda_agent.verifier.gpu.sanitizer import TOOLS, errors, sanitized
 from coda_agent.verifier.loading import load
 
 SPECS = sorted((ROOT / "specs").glob("gemm_*.yaml"))
-KERNELS = [pytest.param(path, False, id=path.stem) for path in SPECS if accepted.files(path.stem)[0].exists()]
+KERNELS = [
+    pytest.param(path, False, id=path.stem) for path in SPECS if kernel_files.files(path.stem)[0].exists()
+]
 EDITED = [
     pytest.param(path, True, id=f"edited-{path.stem}")
     for path in SPECS
-    if accepted.files(path.stem, edited=True)[0].exists()
+    if kernel_files.files(path.stem, edited=True)[0].exists()
 ]
 
 
@@ -45,7 +47,7 @@ def test_what_is_planted_is_found(tool, fault, words):
 @pytest.mark.parametrize(("path", "edited"), [*KERNELS, *EDITED])
 def test_an_accepted_kernel_is_clean(path, edited):
     spec = load(path)
-    found = accepted.read(spec, edited=edited)
+    found = kernel_files.read(spec, edited=edited)
     assert found is not None
     kernel = found.kernel
     (ragged,) = (case for case in spec.cases if case.name == "ragged")

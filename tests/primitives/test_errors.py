@@ -36,7 +36,7 @@ HOMES = (
     "agent.run",
     "agent.scaffold",
     "agent.show",
-    "agent.tips",
+    "agent.storage",
     "verifier",
     "verifier.sandbox",
     "verifier.spec",
@@ -56,7 +56,7 @@ def test_the_drawn_tree_is_the_real_one() -> None:
         package = importlib.import_module(f"{coda_agent.__name__}.{home}")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    for name in ("comparison.measuring", "primitives.compiler.compile_error"):
+    for name in ("agent.tips", "comparison.measuring", "primitives.compiler.compile_error"):
         importlib.import_module(f"{coda_agent.__name__}.{name}")
     drawn = re.findall(r"[|`]-- (\w+)", errors.__doc__ or "")
     assert sorted(drawn) == sorted(STATUSES)

@@ -37,7 +37,7 @@ from coda_agent.agent import providers, setup
 from coda_agent.agent.providers import ProviderError, Question, ToolCall, Turn, Usage
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.loop import STOPPED
-from coda_agent.agent.storage import accepted, journal
+from coda_agent.agent.storage import journal, kernel_files
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier import verify
@@ -193,7 +193,7 @@ def _stand_in(cast: Cast, kernels: str) -> None:
     verify.check, verify.check_edited = check, check_edited  # type: ignore[assignment]
     here = isinstance(cast, Kernel)
     setup.measurer = lambda gpu, options, watch: cast.measure if here else None
-    accepted.KERNELS = Path(kernels)
+    kernel_files.KERNELS = Path(kernels)
 
 
 def _perform(errand: Errand) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from authoring import QUACK, TOY_KERNEL, measured, program_of, write_toy
 
-from coda_agent.agent.storage import accepted, quack_tunings
+from coda_agent.agent.storage import kernel_files, quack_tunings
 from coda_agent.verifier.baselines.quack import OWN_TUNER
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Accepted
@@ -18,7 +18,7 @@ from coda_agent.verifier.spec.model import Spec
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spec:
-    monkeypatch.setattr(accepted, "KERNELS", tmp_path)
+    monkeypatch.setattr(kernel_files, "KERNELS", tmp_path)
     return load(write_toy(tmp_path), check=False)
 
 
@@ -28,7 +28,7 @@ def commit(directory: Path, spec: Spec, *, edited: bool = False, **identity: str
     found = measured(spec, program)
     found = found.model_copy(update={"identity": found.identity.model_copy(update=identity)})
     report = Accepted(**found.model_dump(exclude={"status"}))
-    source, kept, *_, evidence = accepted.files(spec.name, directory, edited=edited)
+    source, kept, *_, evidence = kernel_files.files(spec.name, directory, edited=edited)
     source.write_text("")
     kept.write_text(program.to_json())
     evidence.write_text(report.model_dump_json())
@@ -46,7 +46,7 @@ def test_what_a_report_of_the_spec_says(spec: Spec, tmp_path: Path) -> None:
 
 def test_an_edited_texts_report_says_so_too(spec: Spec, tmp_path: Path) -> None:
     commit(tmp_path, spec, edited=True)
-    accepted.files(spec.name, tmp_path)[-1].write_text("{}")  # as if another version wrote it
+    kernel_files.files(spec.name, tmp_path)[-1].write_text("{}")  # as if another version wrote it
     assert quack_tunings.quack(spec).keys() == {"large", "wide"}
 
 

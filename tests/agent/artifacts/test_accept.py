@@ -31,7 +31,7 @@ from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.reporting import table
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.loop import Outcome, result_of
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage import kernel_files
 from coda_agent.agent.storage.journal import JournalError, read_export
 from coda_agent.comparison.kernels import written
 from coda_agent.primitives.compiler.lower import lower
@@ -320,7 +320,7 @@ def test_an_acceptance_that_was_cut_off_is_ended_by_the_next(spec: Path, tmp_pat
         (tmp_path / "staged" / file).rename(whole / str(number))
     (whole / "places.json").write_text(json.dumps(names))
     twice = (whole / "0").read_text()
-    assert accepted.read(runs_spec(accepted_run(spec)), kernels) is not None
+    assert kernel_files.read(runs_spec(accepted_run(spec)), kernels) is not None
     assert (kernels / "toy.py").read_text() == twice == TWICE and not whole.exists()
     put(accepted_run(spec), kernels)
     assert (kernels / "toy.py").read_text() == TOY_KERNEL and len(list(kernels.iterdir())) == len(NAMES)
@@ -352,12 +352,12 @@ def test_whoever_reads_a_kernel_ends_an_acceptance_that_was_cut_off(
 ) -> None:
     kernels = tmp_path / "kernels"
     put(accepted_run(spec), kernels)
-    monkeypatch.setattr("coda_agent.agent.storage.accepted.KERNELS", kernels)
+    monkeypatch.setattr("coda_agent.agent.storage.kernel_files.KERNELS", kernels)
     program = program_of(load(spec, check=False), TOY_KERNEL)
     readers: list[Callable[[], object]] = [
         lambda: written(load(spec, check=False)).hash == program.hash,
         lambda: typed.kernel_source(kernels / "toy.py") == TOY_KERNEL,
-        lambda: accepted.is_there("toy"),
+        lambda: kernel_files.is_there("toy"),
     ]
     for reader in readers:
         whole = cut_off(kernels)
@@ -399,7 +399,7 @@ def test_a_kernel_is_read_whole_while_others_accept(spec: Path, tmp_path: Path) 
 
 
 def read_once(spec: Spec, kernels: Path) -> str:
-    found = accepted.read(spec, kernels)
+    found = kernel_files.read(spec, kernels)
     assert found is not None
     assert found.kernel.program.hash == found.report.identity.program_hash
     return found.kernel.program.hash

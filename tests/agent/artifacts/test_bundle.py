@@ -36,7 +36,7 @@ from authoring import (
 
 from coda_agent.agent.artifacts import bundle, bundle_measuring
 from coda_agent.agent.artifacts.accept import accept
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop, result_of
 from coda_agent.agent.storage.journal import JournalError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -203,7 +203,7 @@ def test_a_rejection_is_fed_back(packed: tuple[str, Path], gpu: Gpu) -> None:
     assert isinstance(found, Rejected) and found.code == "slow" and stands(name) == "rejected"
     run, provider = runs.reopen(name), Scripted(["", "no code", fenced(TOY_KERNEL)])
     with run.journal:
-        Loop(run.journal, run.spec, from_header.task_of(run), provider, Notes(), attempts=2).run()
+        Loop(run.journal, run.spec, assembly.task_of(run), provider, Notes(), attempts=2).run()
     assert "reason `slow`" in provider.asked[0][1][-1].text
 
 
@@ -491,7 +491,7 @@ def accepted_before(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Accept a kernel; return the path of its report."""
     kernels = tmp_path / "kernels"
     kernels.mkdir()
-    monkeypatch.setattr("coda_agent.agent.storage.accepted.KERNELS", kernels)
+    monkeypatch.setattr("coda_agent.agent.storage.kernel_files.KERNELS", kernels)
     run = runs.reopen(accepted_run(spec))
     with run.journal:
         outcome = result_of(run.journal, run.spec)

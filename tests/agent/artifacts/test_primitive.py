@@ -21,9 +21,9 @@ from coda_agent.agent.cli.exit_codes import OK, USAGE
 from coda_agent.agent.cli.main import app, main
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.prompts.vocabulary import formed
-from coda_agent.agent.run import from_header, primitive_task, runs
+from coda_agent.agent.run import assembly, primitive_task, runs
 from coda_agent.agent.run.loop import Loop, Outcome, result_of
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage import kernel_files
 from coda_agent.agent.storage.journal import read_export
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput, Refused
@@ -49,7 +49,7 @@ def begun(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_c
 def author(run: runs.Run, *answers: str, measure: Any = None) -> tuple[Outcome, Scripted]:
     provider = Scripted([fenced(a) for a in answers])
     with run.journal:
-        work = from_header.task_of(run)
+        work = assembly.task_of(run)
         outcome = Loop(run.journal, run.spec, work, provider, Notes(), measure=measure).run()
     return outcome, provider
 
@@ -136,11 +136,11 @@ def test_a_merged_one_is_played_back_and_not_merged_again(
     use the vocabulary's own function. The test removes one comma from the recorded text, so that this text
     differs from the merged module ``device/softplus.py``. If both texts were equal, the audit of the test
     session would take the merged module for a candidate, and report that it ran outside the jail."""
-    kept = accepted.recording("softplus", edited=True)
+    kept = kernel_files.recording_path("softplus", edited=True)
     (changed := tmp_path / kept.name).write_text(
         kept.read_text().replace("exp(-abs(x)), in", "exp(-abs(x)) in")
     )
-    monkeypatch.setattr(accepted, "recording", lambda name, edited=False: changed)
+    monkeypatch.setattr(kernel_files, "recording_path", lambda name, edited=False: changed)
     monkeypatch.chdir(ROOT)
     found = CliRunner().invoke(app, ["primitive", "softplus", "--provider", "replay"])
     assert found.exit_code == OK, found.output

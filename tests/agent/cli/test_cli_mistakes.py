@@ -14,7 +14,7 @@ from commanding import Command, Done
 
 from coda_agent.agent import tips
 from coda_agent.agent.artifacts.bundle import Bundle
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
@@ -180,7 +180,7 @@ def mended(spec: Path, tmp_path: Path, no_compiler: None, monkeypatch: pytest.Mo
     answers = Scripted([fenced(source) for source in (BROKEN, UNSCALED, TOY_KERNEL)])
     said = {"lesson": "Scale rows", "failed": "compile/registers", "fix": "did"}
     with run.journal:
-        Loop(run.journal, run.spec, from_header.task_of(run), answers, Notes(), attempts=3).run()
+        Loop(run.journal, run.spec, assembly.task_of(run), answers, Notes(), attempts=3).run()
         run.journal.once("tip/1.1", "tip", lambda: said)
     return run.name
 

@@ -1,5 +1,5 @@
 """Damaged files: a command prints one message that names the damaged file, and its exit status is in the
-README's list."""
+list of docs/index.md."""
 
 from __future__ import annotations
 

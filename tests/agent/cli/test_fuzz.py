@@ -54,7 +54,7 @@ from coda_agent.agent.reporting import html_report as page
 from coda_agent.agent.reporting import render, table_rows
 from coda_agent.agent.run import history, improve, run_summary, runs
 from coda_agent.agent.run.loop import extract
-from coda_agent.agent.storage import accepted, record
+from coda_agent.agent.storage import kernel_files, record
 from coda_agent.agent.terminal.console import Console
 from coda_agent.comparison import results
 from coda_agent.comparison.drawing import html_page as compared
@@ -150,7 +150,7 @@ def specs(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def programs(place: Path, request: pytest.FixtureRequest) -> Try:
-    sound = [json.loads(path.read_text()) for path in sorted(accepted.KERNELS.glob("*.program.json"))[:8]]
+    sound = [json.loads(path.read_text()) for path in sorted(kernel_files.KERNELS.glob("*.program.json"))[:8]]
 
     def attempt(damage: Damage) -> None:
         lower(Program.from_json(damage.json(damage.random.choice(sound)).decode("utf-8", "replace")))
@@ -381,7 +381,7 @@ def commands(place: Path, request: pytest.FixtureRequest) -> Try:
     command: Command = request.getfixturevalue("command")
     request.getfixturevalue("no_compiler")
     names, damage_one = made_journals(place)
-    program = json.loads((accepted.KERNELS / "gemm_rope.program.json").read_text())
+    program = json.loads((kernel_files.KERNELS / "gemm_rope.program.json").read_text())
     compared = json.loads(comparison.results([("gemm_rope", "7B")]).model_dump_json())
     packed = {"coda_agent_bundle": 1, "entries": [{"run": names[0], "attempt": 1}]}
     spec, kernel = place / "spec.yaml", place / "toy.py"

@@ -28,7 +28,7 @@ from typer.testing import CliRunner, Result
 from coda_agent.agent import tips
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.learning.lessons import UNSEEN, changed, learned
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop
 from coda_agent.agent.storage.journal import Journal, JournalError
 from coda_agent.agent.tips import Tip, TipsError, read_tips
@@ -48,7 +48,7 @@ def author(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., 
         run = runs.start(write_toy(tmp_path), HEADER | {"provider": "handoff", "author": "Ada"})
         answers = Scripted([fenced(source) for source in sources])
         with run.journal:
-            task = from_header.task_of(run)
+            task = assembly.task_of(run)
             Loop(run.journal, run.spec, task, answers, Notes(), attempts=len(sources)).run()
             more(run.journal)
         return run.name

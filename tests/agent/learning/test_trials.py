@@ -19,7 +19,7 @@ from coda_agent.agent.cli.main import app
 from coda_agent.agent.learning.trials import Effect, TipMeasurement, measure, part, refuse_without_effect
 from coda_agent.agent.learning.watch import QuietView
 from coda_agent.agent.providers import OutOfBudget, ProviderError, Question, Turn
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.budget import RunLimits
 from coda_agent.agent.storage.journal import glance
 from coda_agent.agent.tips import PROPOSED, RETIRED, Tip, TipsError, read_tips
@@ -181,7 +181,7 @@ def taught(runs_home: Path, tmp_path: Path, no_compiler: None, monkeypatch: pyte
     log.write_text(f"## tip-1: {LESSON}\n{fields}\n## tip-2: Be brief\n{fields}- state: proposed\n")
     monkeypatch.setattr(tips, "TIPS", log)
     provider = Taught([])
-    monkeypatch.setattr(from_header, "provider_of", lambda run: provider)
+    monkeypatch.setattr(assembly, "provider_of", lambda run: provider)
     write_toy(tmp_path)
     return provider
 

@@ -55,7 +55,7 @@ from coda_agent.agent.providers import (
 )
 from coda_agent.agent.providers.patience import UNKNOWN, Patience
 from coda_agent.agent.providers.prices import price
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.budget import BudgetLedger, RunLimits, Spent
 from coda_agent.agent.run.history import past
 from coda_agent.agent.run.loop import Loop
@@ -305,7 +305,7 @@ def test_a_run_with_tools(plan: Plan, tmp_path: Path, runs_home: Path, no_compil
     here = plan(RESULT | {"result": looks}, RESULT | {"result": fenced(TOY_KERNEL)})
     run, notes = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"}), Notes()
     with run.journal:
-        outcome = Loop(run.journal, run.spec, from_header.task_of(run), make("claude-code"), notes).run()
+        outcome = Loop(run.journal, run.spec, assembly.task_of(run), make("claude-code"), notes).run()
         kinds = [event.kind for event in run.journal.events()]
         (answer, *_) = [e.payload for e in run.journal.events() if e.kind == "answer"]
     assert outcome.report.status == "checked" and outcome.authorship.attempts == 1
@@ -512,7 +512,7 @@ def test_dollars_end_a_run(plan: Plan, tmp_path: Path, runs_home: Path) -> None:
     run = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"})
     with run.journal:
         author, limits = make("claude-code"), RunLimits(dollars=0.001)
-        loop = Loop(run.journal, run.spec, from_header.task_of(run), author, Notes(), limits=limits)
+        loop = Loop(run.journal, run.spec, assembly.task_of(run), author, Notes(), limits=limits)
         assert "of 0.001 dollars used" in loop.run().stopped
     (found,) = past()
     assert (found.attempts, found.spent) == (1, Spent(WHOLE, 0.001242))

@@ -16,7 +16,7 @@ from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import USAGE
 from coda_agent.agent.reporting import table, table_rows
 from coda_agent.agent.reporting.table_rows import Estimate
-from coda_agent.agent.storage.accepted import KernelError
+from coda_agent.agent.storage.kernel_files import KernelError
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.report import Accepted, Authorship, Identity, Ratio, Timing
 

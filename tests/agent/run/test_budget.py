@@ -35,7 +35,7 @@ from filelock import FileLock
 
 from coda_agent.agent.providers import OutOfBudget, ProviderError, Question, Turn, Usage
 from coda_agent.agent.providers.prices import price
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.budget import FEWEST_TOKENS, BudgetLedger, RunLimits, Spent, spent
 from coda_agent.agent.run.loop import Loop
 from coda_agent.agent.storage.journal import Journal
@@ -209,7 +209,7 @@ class Metered(Scripted):
 
 
 def loop(run: runs.Run, provider: Scripted, notes: Notes | None = None, **options: Any) -> Loop:
-    return Loop(run.journal, run.spec, from_header.task_of(run), provider, notes or Notes(), **options)
+    return Loop(run.journal, run.spec, assembly.task_of(run), provider, notes or Notes(), **options)
 
 
 def test_a_run_out_of_budget_ends_at_its_last_report_and_goes_on_with_more(

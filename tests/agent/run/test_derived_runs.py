@@ -10,7 +10,7 @@ from authoring import HEADER, Notes, Scripted, fenced, measured, resources
 from checkout import ROOT
 
 from coda_agent.agent.backward import pair
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop
 from coda_agent.agent.run.optimize import EditingTask
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -67,7 +67,7 @@ def test_an_author_has_to_beat_the_derived_program(spec: Path) -> None:
     run = runs.start(spec, HEADER)
     with run.journal:
         provider = Scripted([fenced(ANSWER)])
-        outcome = Loop(run.journal, run.spec, from_header.task_of(run), provider, Notes(), 1, gpu).run()
+        outcome = Loop(run.journal, run.spec, assembly.task_of(run), provider, Notes(), 1, gpu).run()
     assert outcome.report.status == "accepted", outcome.report
     assert seen == [Incumbent(KernelSource(derived(spec)), {}, {})]
     ((_, (task,)),) = provider.asked
@@ -81,7 +81,7 @@ def test_its_rival_is_the_program_of_the_run_s_start(spec: Path) -> None:
     spec.with_suffix(".program.json").unlink()
     again = runs.reopen(run.name)
     with again.journal:
-        rival = from_header.task_of(again).rival()
+        rival = assembly.task_of(again).rival()
     assert rival is not None and rival.kernel.program == before
 
 
@@ -89,7 +89,7 @@ def test_without_its_program_there_is_no_rival(spec: Path) -> None:
     spec.with_suffix(".program.json").unlink()
     run = runs.start(spec, HEADER)
     with run.journal:
-        assert from_header.task_of(run).rival() is None
+        assert assembly.task_of(run).rival() is None
 
 
 def test_a_program_of_another_spec_is_refused(spec: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_program_of_another_spec_is_refused(spec: Path) -> None:
 def test_an_edit_starts_from_the_derived_program(spec: Path) -> None:
     run = runs.start(spec, HEADER | {"optimizes": "gemm_row_abs_max_backward"})
     with run.journal:
-        work = from_header.task_of(run)
+        work = assembly.task_of(run)
         assert isinstance(work, EditingTask)
         assert work.base.kernel == KernelSource(derived(spec)) and work.base.report is None
         rival = work.rival()

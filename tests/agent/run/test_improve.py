@@ -24,7 +24,7 @@ from authoring import (
 
 from coda_agent.agent.artifacts import bundle, bundle_measuring
 from coda_agent.agent.artifacts.accept import accept
-from coda_agent.agent.run import from_header, history, improve, runs
+from coda_agent.agent.run import assembly, history, improve, runs
 from coda_agent.agent.run.loop import Loop, Outcome, result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
@@ -75,7 +75,7 @@ def author(
     run: runs.Run, answers: list[str], gpu: Gpu | None, rounds: int
 ) -> tuple[Outcome, Scripted, Notes]:
     provider, notes = Scripted(answers), Notes()
-    loop = Loop(run.journal, run.spec, from_header.task_of(run), provider, notes, measure=gpu, improve=rounds)
+    loop = Loop(run.journal, run.spec, assembly.task_of(run), provider, notes, measure=gpu, improve=rounds)
     return loop.run(), provider, notes
 
 

@@ -25,7 +25,7 @@ from authoring import (
 )
 
 from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop, Outcome, _same, extract, result_of
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected, joined
@@ -40,7 +40,7 @@ def begin(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., r
 
 
 def author(run: runs.Run, provider: Scripted, **options: Any) -> Outcome:
-    return Loop(run.journal, run.spec, from_header.task_of(run), provider, Notes(), **options).run()
+    return Loop(run.journal, run.spec, assembly.task_of(run), provider, Notes(), **options).run()
 
 
 def keys(run: runs.Run) -> list[str]:
@@ -72,7 +72,7 @@ def test_no_block(answer: str) -> None:
 def test_checked_on_the_first_attempt(begin: Callable[..., runs.Run]) -> None:
     run, notes = begin(), Notes()
     with run.journal:
-        outcome = Loop(run.journal, run.spec, from_header.task_of(run), Scripted([GOOD]), notes).run()
+        outcome = Loop(run.journal, run.spec, assembly.task_of(run), Scripted([GOOD]), notes).run()
     assert isinstance(outcome.report, Checked) and outcome.source == TOY_KERNEL
     assert [g.gate for g in outcome.report.gates] == ["trace", "contract", "interpret", "compile"]
     assert outcome.kernel is not None and outcome.kernel.program.hash == outcome.report.identity.program_hash

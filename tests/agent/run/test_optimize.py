@@ -30,11 +30,11 @@ from coda_agent.agent.cli.exit_codes import OK
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.learning.lessons import changed, learned
 from coda_agent.agent.reporting.table import read
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop, Outcome, result_of
 from coda_agent.agent.run.optimize import base
 from coda_agent.agent.run.task import Measure
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage import kernel_files
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
@@ -71,8 +71,8 @@ def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         outcome = result_of(run.journal, run.spec)
         assert outcome is not None
         accept.accept(outcome, run.journal, kept, recorded)
-    monkeypatch.setattr("coda_agent.agent.storage.accepted.KERNELS", kept)
-    monkeypatch.setattr("coda_agent.agent.storage.accepted.RECORDINGS", recorded)
+    monkeypatch.setattr("coda_agent.agent.storage.kernel_files.KERNELS", kept)
+    monkeypatch.setattr("coda_agent.agent.storage.kernel_files.RECORDINGS", recorded)
     monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", compiled)
     return path
 
@@ -133,7 +133,7 @@ class Gpu:
 
 
 def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improve: int = 0) -> Outcome:
-    work = from_header.task_of(run)
+    work = assembly.task_of(run)
     provider, attempts = Scripted(answers), len(answers)
     return Loop(run.journal, run.spec, work, provider, Notes(), attempts, gpu, improve=improve).run()
 
@@ -144,8 +144,8 @@ def keep(run_name: str, spec: Path) -> None:
     with run.journal:
         outcome = result_of(run.journal, run.spec)
         assert outcome is not None
-        accept.accept(outcome, run.journal, accepted.KERNELS, accepted.RECORDINGS, looked=True)
-    (accepted.KERNELS / "toy.yaml").write_text(spec.read_text())
+        accept.accept(outcome, run.journal, kernel_files.KERNELS, kernel_files.RECORDINGS, looked=True)
+    (kernel_files.KERNELS / "toy.yaml").write_text(spec.read_text())
 
 
 def optimized(spec: Path) -> str:
@@ -159,7 +159,7 @@ def optimized(spec: Path) -> str:
 def test_the_author_gets_the_module_and_what_was_measured(spec: Path) -> None:
     run = start(spec)
     with run.journal:
-        given = from_header.task_of(run).opening()
+        given = assembly.task_of(run).opening()
     assert editable(program(spec)).strip() in given.task and "class Step0(FusedGemm)" in given.task
     assert "1.300x torch.compile" in given.task and "GFLOP" in given.task and "168 registers" in given.task
     assert "CuTeDSL" in given.system
@@ -177,7 +177,7 @@ def test_tips_of_this_level_are_read_and_no_others(
     monkeypatch.setattr("coda_agent.agent.run.optimize.read_tips", lambda: tips.read_tips(log))
     run = start(spec)
     with run.journal:
-        system = from_header.task_of(run).opening().system
+        system = assembly.task_of(run).opening().system
     assert "- Hoist it" in system and "per_row" not in system.partition("# Tips")[2]
     assert "Unroll it" not in system  # an author gets no tip that was learned on the run's own spec
 
@@ -250,10 +250,10 @@ def test_the_author_may_set_schedules(spec: Path) -> None:
 def test_the_kernel_it_starts_from_is_that_of_the_runs_first_moment(spec: Path) -> None:
     run = start(spec)
     with run.journal:
-        first = from_header.task_of(run).opening()
-        for path in accepted.files("toy", accepted.KERNELS):
+        first = assembly.task_of(run).opening()
+        for path in kernel_files.files("toy", kernel_files.KERNELS):
             path.unlink()
-        assert from_header.task_of(run).opening() == first
+        assert assembly.task_of(run).opening() == first
 
 
 def test_there_must_be_a_kernel(spec: Path, tmp_path: Path) -> None:
@@ -304,23 +304,25 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
         assert outcome is not None
         with pytest.raises(Refused, match="read first: .* --looked"):
             accept.accept(outcome, run.journal)
-        paths = accept.accept(outcome, run.journal, accepted.KERNELS, accepted.RECORDINGS, looked=True)
+        paths = accept.accept(
+            outcome, run.journal, kernel_files.KERNELS, kernel_files.RECORDINGS, looked=True
+        )
     names = ["toy.raw.py", "toy.raw.program.json", "toy.raw.report.json", "toy.raw.jsonl"]
     assert [path.name for path in paths] == names
     assert paths[0].read_text() == edit(spec)
     assert "raw CuTeDSL" in accept.message(outcome.report, outcome.authorship)  # type: ignore[arg-type]
-    beside = accepted.KERNELS / "toy.yaml"
+    beside = kernel_files.KERNELS / "toy.yaml"
     beside.write_text(spec.read_text())
-    assert problems("toy", accepted.KERNELS, accepted.KERNELS, edited=True) == []
-    assert problems("toy", accepted.KERNELS, accepted.KERNELS) == []
-    assert len(read(accepted.KERNELS, accepted.RECORDINGS).runs) == 1  # the edit is counted separately
+    assert problems("toy", kernel_files.KERNELS, kernel_files.KERNELS, edited=True) == []
+    assert problems("toy", kernel_files.KERNELS, kernel_files.KERNELS) == []
+    assert len(read(kernel_files.KERNELS, kernel_files.RECORDINGS).runs) == 1
 
     assert base(load(spec)).kernel.edited == edit(spec)  # the next run starts from the accepted edit
     replay = start(spec, provider="replay")
     with replay.journal:
-        rival = from_header.task_of(replay).rival()
+        rival = assembly.task_of(replay).rival()
         assert rival is not None and rival.kernel.edited is None  # a replay starts from the unedited kernel
-    own = accepted.KERNELS / "toy.report.json"
+    own = kernel_files.KERNELS / "toy.report.json"
     report = json.loads(own.read_text())
     own.write_text(json.dumps(report | {"date": "2099-01-01T00:00:00+00:00"}))
     assert base(load(spec)).kernel.edited is None  # the unedited kernel was measured later than the edit
@@ -337,23 +339,23 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
 )
 def test_evidence_for_another_edit_is_none(spec: Path, name: str, old: str, new: str, words: str) -> None:
     keep(optimized(spec), spec)
-    path = accepted.KERNELS / name
+    path = kernel_files.KERNELS / name
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new).replace("2.21,", "1.9,").replace("2.19,", "1.9,"))
-    found = problems("toy", accepted.KERNELS, accepted.KERNELS, edited=True)
+    found = problems("toy", kernel_files.KERNELS, kernel_files.KERNELS, edited=True)
     assert any(words in problem for problem in found), found
 
 
 def test_evidence_says_what_an_edit_has_beaten(spec: Path) -> None:
     keep(optimized(spec), spec)
-    path = accepted.KERNELS / "toy.raw.report.json"
+    path = kernel_files.KERNELS / "toy.raw.report.json"
     report = json.loads(path.read_text())
     assert report["rival"] == lower(program(spec)).hash
     first, *others = report["timings"]
     for less in ({"rival": ""}, {"timings": [first | {"kept_schedules": {}}, *others]}):
         path.write_text(json.dumps(report | less))
-        (problem,) = problems("toy", accepted.KERNELS, accepted.KERNELS, edited=True)
+        (problem,) = problems("toy", kernel_files.KERNELS, kernel_files.KERNELS, edited=True)
         assert UNTOLD in problem
 
 

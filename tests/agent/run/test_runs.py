@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from coda_agent.agent import setup
 from coda_agent.agent.cli.exit_codes import OK, REJECTED
 from coda_agent.agent.cli.main import app
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop
 from coda_agent.agent.storage.journal import JournalError, read_export
 from coda_agent.primitives.errors import Absent
@@ -107,7 +107,7 @@ def test_a_run_that_failed_is_exported_even_while_it_goes_on(runs_home: Path, tm
     header = HEADER | {"attempts": 1, "directory": "/home/ada/secret project"}
     run, out = runs.start(write_toy(tmp_path), header), tmp_path / "out" / "run.jsonl"
     with run.journal:
-        work = from_header.task_of(run)
+        work = assembly.task_of(run)
         outcome = Loop(run.journal, run.spec, work, Scripted([fenced(BROKEN)]), Notes(), attempts=1).run()
         run.journal.once("stopped/1", "stopped", lambda: {"reason": "of 1 dollars are used up"})
         done = CliRunner().invoke(app, ["report", run.name, "--jsonl", str(out)])

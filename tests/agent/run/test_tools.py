@@ -11,7 +11,7 @@ import pytest
 from authoring import BROKEN, HEADER, TOY_KERNEL, UNSCALED, USAGE, Notes, Scripted, fenced, write_toy
 
 from coda_agent.agent.providers import ToolCall, Turn
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import CALLS, Loop, Outcome, result_of
 from coda_agent.agent.run.tools import LONGEST, TOOLS, results, submission
 from coda_agent.verifier.report import Checked, Rejected
@@ -32,7 +32,7 @@ def run(runs_home: Path, tmp_path: Path, no_compiler: None) -> runs.Run:
 
 def author(run: runs.Run, *answers: Any, attempts: int = 6) -> tuple[Outcome, Scripted, Notes]:
     provider, notes = Scripted(answers), Notes()
-    loop = Loop(run.journal, run.spec, from_header.task_of(run), provider, notes, attempts)
+    loop = Loop(run.journal, run.spec, assembly.task_of(run), provider, notes, attempts)
     return loop.run(), provider, notes
 
 

@@ -21,7 +21,7 @@ from coda_agent.agent.cli.main import app
 from coda_agent.agent.run.optimize import _counted
 from coda_agent.agent.show import counters
 from coda_agent.agent.show.counters import Counters, Export
-from coda_agent.agent.storage.accepted import KernelError
+from coda_agent.agent.storage.kernel_files import KernelError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES

@@ -23,10 +23,10 @@ from tampering import TAMPERED, edit, found, replace, replaced
 from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.providers.replay import Replay
 from coda_agent.agent.reporting.table import edited
-from coda_agent.agent.run import from_header, runs
+from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop, result_of
-from coda_agent.agent.storage.accepted import files, superseded
 from coda_agent.agent.storage.journal import read_export
+from coda_agent.agent.storage.kernel_files import files, superseded
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.audit.provenance import UNTOLD, problems
@@ -117,7 +117,7 @@ def replayed(name: str, specs: Path, recording: Path) -> Program:
     real, except for the compiler."""
     run = runs.start(specs / f"{name}.yaml", {})
     with run.journal:
-        outcome = Loop(run.journal, run.spec, from_header.task_of(run), Replay(recording), Notes()).run()
+        outcome = Loop(run.journal, run.spec, assembly.task_of(run), Replay(recording), Notes()).run()
     assert isinstance(outcome.report, Checked) and outcome.kernel is not None, outcome.report
     return outcome.kernel.program
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from coda_agent.agent.storage import accepted
+from coda_agent.agent.storage import kernel_files
 from coda_agent.comparison import interleaved as contests
 from coda_agent.comparison.interleaved import PreparedArm, Stage
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -445,7 +445,7 @@ def test_what_a_session_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatc
 def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr("coda_agent.primitives.runtime.launch.to_compile", lambda *given: asked.append(given))
-    text = (accepted.KERNELS / "gemm_qk_norm_rope.program.json").read_text()
+    text = (kernel_files.KERNELS / "gemm_qk_norm_rope.program.json").read_text()
     program, sizes = Program.from_json(text), {"M": 128, "K": 256, "H": 2, "P": 64}
     one, other, never = Schedule(128, 128), Schedule(128, 256, False), Schedule(128, 160)
     edit = KernelSource(program, edited="text")

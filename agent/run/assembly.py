@@ -1,4 +1,4 @@
-"""Create the task and the provider that a run's header asks for."""
+"""Assemble a run's task and provider, as the run's header says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from coda_agent.agent import providers
 from coda_agent.agent.providers import Provider
 from coda_agent.agent.providers.spec import RunContext
 from coda_agent.agent.run.optimize import EditingTask
-from coda_agent.agent.run.primitive_task import PrimitiveTask
+from coda_agent.agent.run.primitive_task import PROPOSES, PrimitiveTask
 from coda_agent.agent.run.runs import Run
 from coda_agent.agent.run.task import AuthoringTask, Task
-from coda_agent.agent.storage.accepted import recording
+from coda_agent.agent.storage import kernel_files
 from coda_agent.agent.tips import tips_of
 
 
@@ -21,7 +21,7 @@ def task_of(run: Run) -> Task:
     header = run.journal.header
     if "optimizes" in header:
         return EditingTask.of(run)
-    if "proposes" in header:
+    if PROPOSES in header:
         return PrimitiveTask.of(run)
     return AuthoringTask(run.spec, run.text, tips_of(header), header.get("weak_jail", False), run.derived)
 
@@ -36,14 +36,14 @@ def make_provider(header: Mapping[str, Any], spec: str, *, edits: bool) -> Provi
     """The provider that a header names, for a run of the spec named ``spec``. ``edits``: whether the run
     edits CuTeDSL. Raises ProviderError."""
     name = header["provider"]
-    options = providers.provider_spec(name).arguments(header, context(spec, edits=edits))
+    options = providers.provider_spec(name).arguments(header, run_context(spec, edits=edits))
     return providers.make(name, **{k: v for k, v in options.items() if v is not None})
 
 
-def context(spec: str, *, edits: bool) -> RunContext:
+def run_context(spec: str, *, edits: bool) -> RunContext:
     """The facts about a run that its provider may use. ``edits``: whether the run edits CuTeDSL."""
-    return RunContext(f"{spec}'s CuTeDSL" if edits else spec, recording(spec, edited=edits))
+    return RunContext(f"{spec}'s CuTeDSL" if edits else spec, kernel_files.recording_path(spec, edited=edits))
 
 
 def _edits(header: Mapping[str, Any]) -> bool:
-    return bool(header.keys() & {"optimizes", "proposes"})
+    return bool(header.keys() & {"optimizes", PROPOSES})

@@ -102,7 +102,7 @@ def report(path: Path) -> Accepted:
     return found
 
 
-def recording(name: str, directory: Path = RECORDINGS, *, edited: bool = False) -> Path:
+def recording_path(name: str, directory: Path = RECORDINGS, *, edited: bool = False) -> Path:
     """The path of the recording of the run that made a kernel. ``edited``: the run edited the kernel's code,
     or wrote a primitive."""
     return directory / (f"{name}.raw.jsonl" if edited else f"{name}.jsonl")
