@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from os import environ
+from os import environ, pathsep
 from pathlib import Path
 
 import pytest
@@ -95,7 +95,7 @@ def test_one_graph_serves_any_number_of_rows():
 @pytest.mark.slow
 def test_one_pass_equals_pytorch():
     """This file runs in a new process, because Triton reads TRITON_INTERPRET when a kernel is decorated."""
-    told = {**environ, "TRITON_INTERPRET": "1"}
+    told = environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": pathsep.join(sys.path)}
     subprocess.run([sys.executable, str(HERE)], env=told, check=True, timeout=120)
 
 
