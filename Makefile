@@ -51,7 +51,7 @@ lint: $(READY)
 	@$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check --quiet .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m mypy benchmarks examples tests
+	$(BIN)/python -m mypy benchmarks examples tests docs/images/make.py docs/pages.py
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo
 
 docs: export NO_MKDOCS_2_WARNING := 1

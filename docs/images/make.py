@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def candidates(spec: Path) -> list[str]:
     """One is mended and then improved, one is right and slow, one waits for its first answer."""
     limits = RunLimits(dollars=1.0, tokens=300_000).to_json()
     options = {"provider": "anthropic", "model": MODEL, "limits": limits, "improve": 1, "attempts": 2}
-    names = create_runs(spec, AuthoringOptions().header() | options, 3)
+    names = create_runs(partial(runs.start, spec), AuthoringOptions().header() | options, 3)
     good, wrong, faster = (answer(text) for text in (fenced(KERNEL), fenced(UNSCALED), SCHEDULED))
     log = StringIO()
     author(names[0], [wrong, good, faster], 1.3, log)
