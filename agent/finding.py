@@ -20,6 +20,11 @@ class Finding:
     remedy: str = ""
 
 
+def version_text(path: str) -> str:
+    """The text that a command prints for ``--version``. Raises OSError and SubprocessError."""
+    return output(path, "--version", seconds=20).strip()
+
+
 def program(name: str, command: str, without: str, install: str, reinstall: str) -> Finding:
     """Check that a command is on PATH and prints its version. ``without``: what a user cannot do without the
     command. ``install``: the remedy if the command is missing. ``reinstall``: the remedy if the command
@@ -28,6 +33,6 @@ def program(name: str, command: str, without: str, install: str, reinstall: str)
     if path is None:
         return Finding(name, "missing", f"not on PATH: {without}", install)
     try:
-        return Finding(name, "ok", output(path, "--version", seconds=20).strip())
+        return Finding(name, "ok", version_text(path))
     except (OSError, subprocess.SubprocessError) as error:
         return Finding(name, "broken", f"{path}: {error}", reinstall)

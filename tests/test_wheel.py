@@ -139,8 +139,8 @@ def test_a_missing_extra_is_one_line_with_its_remedy(
         ("doctor",),
         ("show", "gemm_swiglu"),
         ("prompt", "gemm_swiglu"),
-        pytest.param(("generate", "gemm_swiglu", "--no-gpu"), marks=pytest.mark.slow),
-        pytest.param(("verify", "gemm_swiglu", "--no-gpu"), marks=pytest.mark.slow),
+        ("generate", "gemm_swiglu", "--no-gpu"),
+        ("verify", "gemm_swiglu", "--no-gpu"),
     ],
 )
 def test_the_installed_wheel_knows_a_shipped_name(

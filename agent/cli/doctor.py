@@ -23,9 +23,8 @@ from packaging.requirements import Requirement
 
 from coda_agent.agent import providers
 from coda_agent.agent.extras import EXTRAS
-from coda_agent.agent.finding import Finding, program
+from coda_agent.agent.finding import Finding, program, version_text
 from coda_agent.primitives.system.files import ROOT, cache_dir
-from coda_agent.primitives.system.subprocesses import output
 from coda_agent.primitives.target import TARGET
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def tool(path: Path) -> Finding:
             path.name, "missing", f"not found: {path}", "pip install -U triton (a build for NVIDIA)"
         )
     try:
-        said = output(str(path), "--version", seconds=20).strip()
+        said = version_text(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         return Finding(path.name, "broken", f"{path}: {error}", "pip install --force-reinstall triton")
     version = re.search(r"release ([\w.]+)", said)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,7 +140,7 @@ def _drive(
     ray: str | None,
     at_once: int | None,
     as_json: bool,
-    loaded: dict[Path, tuple[Spec, str]],
+    loaded: Mapping[Path, tuple[Spec, str]],
     given: dict[str, Any] | None = None,
 ) -> None:
     from coda_agent.agent.fleet.driver import Driver, spent_before
@@ -213,16 +214,15 @@ def fleet(ray: str | None) -> Iterator[Pool]:
         yield pool
 
 
-def _members(made: Sweep, loaded: dict[Path, tuple[Spec, str]]) -> list[str]:
+def _members(made: Sweep, loaded: Mapping[Path, tuple[Spec, str]]) -> list[str]:
     """Return the sweep's runs. Create missing runs: first one run of every spec, then a second run of every
-    spec, and so on. ``loaded``: specs and their texts, by path; specs that are loaded here are added."""
+    spec, and so on. ``loaded``: by path, specs that are already loaded, with their texts."""
     from coda_agent.agent.run import runs
     from coda_agent.verifier.loading import load
 
-    def both(path: Path) -> tuple[Spec, str]:
-        if path not in loaded:
-            loaded[path] = load(path, check=False), typed.source(path)
-        return loaded[path]
+    @cache
+    def spec_and_text(path: Path) -> tuple[Spec, str]:
+        return loaded.get(path) or (load(path, check=False), typed.source(path))
 
     for number in range(1, made.header["candidates"] + 1):
         for path, header in zip(map(Path, made.header["specs"]), made.header["headers"], strict=True):
@@ -231,7 +231,7 @@ def _members(made: Sweep, loaded: dict[Path, tuple[Spec, str]]) -> list[str]:
                 path: Path = path, header: dict[str, Any] = header, number: int = number
             ) -> dict[str, Any]:
                 own = {"sweep": made.name, "sweep_candidate": number}
-                run = runs.create(*both(path), header | own)
+                run = runs.create(*spec_and_text(path), header | own)
                 run.journal.close()
                 return {"run": run.name}
 

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,8 +91,9 @@ def blocks(language: str) -> list[Block]:
     return [b for b in BLOCKS if b.language == language and b.title not in NEEDS and not PART.match(b.title)]
 
 
-def each(found: list[Block]) -> list[object]:
-    return [pytest.param(block.text, id=block.name) for block in found]
+def each(found: Iterable[Block]) -> pytest.MarkDecorator:
+    """Run a test on each of these blocks, named by the block."""
+    return pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in found])
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_every_need_is_used() -> None:
     assert {block.title for block in BLOCKS} >= NEEDS
 
 
-@pytest.mark.parametrize("block", [pytest.param(b, id=b.name) for b in BLOCKS if b.title in NEEDS])
+@each(block for block in BLOCKS if block.title in NEEDS)
 def test_a_block_that_is_not_run_has_no_syntax_error(block: Block) -> None:
     if block.language == "bash":
         run("bash", "-n", "-c", block.text)
@@ -135,7 +136,7 @@ def test_a_block_that_is_not_run_has_no_syntax_error(block: Block) -> None:
         assert block.language == "yaml" and YAML.load(block.text)
 
 
-@pytest.mark.parametrize("block", [pytest.param(b, id=b.name) for b in BLOCKS if PART.match(b.title)])
+@each(block for block in BLOCKS if PART.match(block.title))
 def test_a_part_of_a_spec_is_in_the_spec(block: Block) -> None:
     spec = YAML.load((ROOT / block.title.removeprefix("part of ")).read_text(encoding="utf-8"))
     for key, value in YAML.load(block.text).items():
@@ -145,17 +146,16 @@ def test_a_part_of_a_spec_is_in_the_spec(block: Block) -> None:
             assert {name: spec[key][name] for name in value} == value
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", each(blocks("bash")))
-def test_commands_run(here: Path, no_keys: None, command: Command, block: str) -> None:
+@each(blocks("bash"))
+def test_commands_run(here: Path, no_keys: None, command: Command, block: Block) -> None:
     """If a block has only ``coda-agent`` commands, perhaps with output to a file, the block runs in this
     process. This saves time, because this process has already imported PyTorch and has a compiler. Any other
     block runs in a shell."""
-    made = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("make ")]
+    made = [line.partition("#")[0].strip() for line in block.text.splitlines() if line.startswith("make ")]
     continuous = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     # make commands are not run here: CI runs all of them except ``make test-gpu``, and all need ``make env``
     assert set(made) <= {*continuous, "make env", "make test-gpu"}
-    rest = [line for line in block.splitlines() if not line.startswith("make ")]
+    rest = [line for line in block.text.splitlines() if not line.startswith("make ")]
     plain = [PLAIN.fullmatch(line) for line in rest]
     if not all(plain):
         return run("bash", "-euo", "pipefail", "-c", "\n".join(rest))
@@ -179,18 +179,18 @@ def test_python_runs(here: Path) -> None:
     run(sys.executable, "-c", EACH, json.dumps(alone))
 
 
-@pytest.mark.parametrize("block", each(blocks("yaml")))
-def test_specs_load(here: Path, block: str) -> None:
-    (path := here / "spec.yaml").write_text(block)
-    if "cases:" in block:
+@each(blocks("yaml"))
+def test_specs_load(here: Path, block: Block) -> None:
+    (path := here / "spec.yaml").write_text(block.text)
+    if "cases:" in block.text:
         loading.load(path)
     else:
         proposal.load(path, new=False)
 
 
-@pytest.mark.parametrize("block", each(blocks("json")))
-def test_json_parses(block: str) -> None:
-    json.loads(block)
+@each(blocks("json"))
+def test_json_parses(block: Block) -> None:
+    json.loads(block.text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

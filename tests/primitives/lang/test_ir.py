@@ -460,8 +460,8 @@ def test_hostile_text_is_refused(text: str, code: str) -> None:
 
 @pytest.mark.parametrize("place", ["schedule/0", "outputs/h", "format", "signature/name", "signature/dims"])
 def test_nesting_of_any_depth_is_refused(place: str) -> None:
-    """The JSON parser still reads a value that is nested just below the parser's limit. But
-    writing it into an error message takes deeper recursion, and would raise RecursionError."""
+    """The JSON parser still reads a value that is nested just below the parser's limit. But writing
+    it into an error message takes deeper recursion, and would raise RecursionError."""
     data = json.loads(NORM.program.to_json())
     data["schedule"]["0"] = {}
     put(place, {"swizzle": "@"} if place == "schedule/0" else "@")(data)
