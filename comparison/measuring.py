@@ -23,7 +23,15 @@ from coda_agent.comparison import environment
 from coda_agent.comparison.competitors import COLUMNS, EDITED, FUSED, PROGRAM, UPSTREAM
 from coda_agent.comparison.interleaved import PREPARING, TIMING, compile_ahead, gpu, machine, tune_ahead
 from coda_agent.comparison.keys import keyed
-from coda_agent.comparison.results import ArmFailure, ArmResult, MeasuredMachine, Present, Results, Session
+from coda_agent.comparison.results import (
+    GONE,
+    ArmFailure,
+    ArmResult,
+    MeasuredMachine,
+    Present,
+    Results,
+    Session,
+)
 from coda_agent.comparison.rows import Row
 from coda_agent.comparison.workers import Workers
 from coda_agent.primitives.errors import CodaError, InvalidInput
@@ -296,7 +304,8 @@ class _Measuring:
                 reasons[arm] = found
             else:
                 keys[arm], self.versions[arm] = found
-        now = Present(question=row.question, keys=keys)
+        gone = {arm: GONE for arm in (PROGRAM, EDITED) if arm in reasons and row.absent(arm)}
+        now = Present(question=row.question, keys=keys | gone)
         self.results = self.results.asked(row.operator, row.case, now, reasons)
         return keys
 

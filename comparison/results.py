@@ -19,6 +19,7 @@ from coda_agent.verifier.report import Sizes
 from coda_agent.verifier.statistics import MIN_ROUNDS
 
 SCHEMA = 1
+GONE = ""  # the key of a kernel that was withdrawn, or that no longer lowers to the accepted code
 LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # "operators" of whole layers
 
 
@@ -111,7 +112,7 @@ class MeasuredMachine(_ResultsModel):
 
 class Present(_ResultsModel):
     """A row at its latest request. ``question``: as in ``Session``. ``keys``: the key of each arm that could
-    be tried, even if the arm was not measured."""
+    be tried, even if the arm was not measured; ``GONE`` for a kernel that is no longer there."""
 
     question: str
     keys: dict[str, str]

@@ -12,7 +12,7 @@ from comparison_machine import Machine, stood_in
 
 from coda_agent.comparison import kernels, rows
 from coda_agent.comparison.competitors import EAGER, EDITED, LLM, PROGRAM, TORCH
-from coda_agent.comparison.drawing.cells import Cell, Empty, lines
+from coda_agent.comparison.drawing.cells import CHANGED, Cell, Empty, lines
 from coda_agent.comparison.measuring import ComparisonRequest, measure
 from coda_agent.comparison.results import Results
 from coda_agent.primitives.compiler import lower as lowering
@@ -48,18 +48,12 @@ def asked(*names: str) -> ComparisonRequest:
     return ComparisonRequest(tuple(chosen), (EAGER, PROGRAM, EDITED), 1, 12)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("gemm_swiglu", f"{ELSEWHERE}; its CuTeDSL was not edited"),
-        ("gemm_swiglu_bwd", ELSEWHERE),  # also the reason for its edited text
-    ],
-)
-def test_a_kernel_of_other_versions_says_so(gpu: Machine, elsewhere: None, name: str, why: str) -> None:
+def test_a_kernel_of_other_versions_says_so(gpu: Machine, elsewhere: None) -> None:
     """With another version of CuTeDSL, a program may lower to a text that nobody measured. So the kernel is
     left out."""
-    (line,) = lines(measure(asked(name), Results(), lambda made: None))
-    assert line.cells[LLM] == Empty(why) and isinstance(line.cells[TORCH], Cell)
+    (line,) = lines(measure(asked("gemm_swiglu"), Results(), lambda made: None))
+    assert line.cells[LLM] == Empty(f"{ELSEWHERE}; its CuTeDSL was not edited")
+    assert isinstance(line.cells[TORCH], Cell)
 
 
 def test_a_kernel_that_is_lowered_otherwise_by_the_same_versions_says_so(
@@ -77,3 +71,10 @@ def test_a_kernel_that_is_taken_is_not_outdated_nor_is_one_that_is_not_there() -
     assert isinstance(row, rows.OperatorRow) and PROGRAM in row.kernels
     assert [kernels.outdated(row.spec, edited=edited) for edited in (False, True)] == [None, None]
     assert row.absent(PROGRAM) is None and row.absent(EDITED) == "its CuTeDSL was not edited"
+
+
+def test_a_withdrawn_kernel_leaves_the_table(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = measure(asked("gemm_swiglu"), Results(), lambda made: None)
+    monkeypatch.setattr(kernels, "accepted_kernel", lambda spec, *, edited: None)
+    (line,) = lines(measure(asked("gemm_swiglu"), before, lambda made: None))
+    assert line.cells[LLM] == Empty(f"{PROGRAM}: {CHANGED}")
