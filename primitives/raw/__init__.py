@@ -90,7 +90,9 @@ def load(wanted: Wanted) -> Callable[..., Any]:
     path = wanted.path()
     if path not in _loaded:
         if not path.exists() and not workers.run_all(_build, [wanted])[0]:
-            raise CompileError(f"{wanted.kernel.name}: the edited text does not compile")
+            refused = _refusal(wanted)
+            why = refused.read_text(encoding="utf-8") if refused.exists() else "its compiler died"
+            raise CompileError(f"{wanted.kernel.name}: the edited text does not compile: {why}")
         try:  # others may write to the cache folder, so check the bytes that are loaded
             inspect(child.read_untrusted(path))
         except RawError as error:
@@ -138,11 +140,19 @@ _NAME = re.compile(r"\w{1,64}-[0-9a-f]{32}\.(o|json)")
 
 def _build(wanted: Wanted) -> bool:
     """Build one object, in a worker process. Return whether the code compiles."""
+    refused = _refusal(wanted)
+    refused.unlink(missing_ok=True)
     try:
         build(wanted, Path(os.environ["CUTE_DSL_DUMP_DIR"]))
-    except CompileError:
+    except CompileError as error:
+        write_atomic(refused, str(error))
         return False
     return True
+
+
+def _refusal(wanted: Wanted) -> Path:
+    """The file that says why the code does not compile."""
+    return wanted.path().with_suffix(".refused")
 
 
 def build(wanted: Wanted, scratch: Path) -> Built:

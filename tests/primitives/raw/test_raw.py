@@ -184,10 +184,16 @@ def test_another_machine_need_not_run_the_text(
     wanted = raw.Wanted(built, built.gemms[0], ONE[0], SIZES)
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
-    with pytest.raises(CompileError, match="does not compile"):
+    with pytest.raises(CompileError, match="does not compile: its compiler died"):
         raw.load(wanted)
     raw.unpack(built, given)
     assert callable(raw.load(wanted))
+
+
+def test_a_kernel_that_does_not_compile_says_why(built: Lowered) -> None:
+    broken = replace(built, text=f"{built.text}print(1)\n", hash="0" * 64)
+    with pytest.raises(CompileError, match="Step0: the edited text does not compile: a module holds only"):
+        raw.load(raw.Wanted(broken, built.gemms[0], ONE[0], SIZES))
 
 
 @pytest.mark.parametrize("suffix", [".o", ".json"])
