@@ -34,9 +34,8 @@ from benchmarks.fleet.simulation import SimulatedResources, simulate
 from coda_agent.agent.artifacts import bundle as bundles
 from coda_agent.agent.artifacts import bundle_measuring
 from coda_agent.agent.fleet.bundles import measure
-from coda_agent.agent.fleet.executor import environment, usable_gpus
+from coda_agent.agent.fleet.executor import Executor, environment, usable_gpus
 from coda_agent.agent.fleet.local import Local
-from coda_agent.agent.fleet.on_ray import OnRay
 from coda_agent.agent.fleet.pool import Pool
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import write_atomic
@@ -63,7 +62,7 @@ def write(folder: Path, name: str, found: Mapping[str, Any]) -> None:
     about = {
         "gpus": [gpu.name for gpu in usable_gpus()],
         "cores": os.cpu_count(),
-        "versions": environment() | {"ray": version("ray")},
+        "versions": environment() | ({"ray": version("ray")} if "ray" in sys.modules else {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_atomic(folder / f"{name}.json", json.dumps({**found, **about}, indent=1) + "\n")
@@ -71,6 +70,12 @@ def write(folder: Path, name: str, found: Mapping[str, Any]) -> None:
 
 
 # Measure
+
+
+def on_ray(address: str) -> Executor:
+    from coda_agent.agent.fleet.on_ray import OnRay  # imports Ray, which ``--here`` does not need
+
+    return OnRay(address, cores=False)
 
 
 @dataclass
@@ -149,7 +154,7 @@ def predicted(seconds: Sequence[float], gpus: int) -> float:
 
 def measure_command(asked: argparse.Namespace) -> None:
     record, gpus = PoolEvents(), len(usable_gpus())
-    executor = Local(cpus=0) if asked.here else OnRay("auto", cores=False)
+    executor = Local(cpus=0) if asked.here else on_ray("auto")
     try:
         pool = Pool(executor, record)
         joined(pool, gpus)
@@ -197,7 +202,7 @@ def faults_command(asked: argparse.Namespace) -> None:
             seen = {"CUDA_VISIBLE_DEVICES": str(number)}
             node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=STORE, env_vars=seen)
             nodes[gpu.uuid] = node
-        executor = OnRay(cluster.address, cores=False)
+        executor = on_ray(cluster.address)
         pool = Pool(executor, record)
         joined(pool, len(gpus))
         timers = [
