@@ -25,11 +25,10 @@ from coda_agent.primitives.lang.partition import cut
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
-def lower(program: Program, *, early: bool = False) -> Lowered:
-    """Lower a checked program. ``early``: launch a vector kernel while the GEMM before it still runs; the
-    vector kernel then waits until that GEMM ends. Raises ProgramError if QuACK's epilogue operators cannot
-    express the program."""
-    return _lowered(program, early=early)
+def lower(program: Program) -> Lowered:
+    """Lower a checked program. Raises ProgramError if QuACK's epilogue operators cannot express the
+    program."""
+    return _lowered(program)
 
 
 def lower_edited(program: Program, text: str) -> Lowered:
@@ -46,9 +45,9 @@ def editable(program: Program) -> str:
     return _lowered(program, hashed=False).text
 
 
-def _lowered(program: Program, *, hashed: bool = True, early: bool = False) -> Lowered:
+def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
     operations = tuple(OPERATIONS.get(node.op) for node in program.nodes)
-    header, body, gemms, vectors = _written(program, program.hash, operations, early)
+    header, body, gemms, vectors = _written(program, program.hash, operations)
     digest = _digest([header, body, *_device_sources(_imported(header)), *map(version, PACKAGES)])
     suffix = f"_{digest[:12]}" if hashed else ""
     text = header + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
@@ -62,7 +61,7 @@ def _lowered(program: Program, *, hashed: bool = True, early: bool = False) -> L
 
 @lru_cache(maxsize=64)
 def _written(
-    program: Program, program_hash: str, operations: tuple[Operation | None, ...], early: bool
+    program: Program, program_hash: str, operations: tuple[Operation | None, ...]
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
     """The module's header, body and kernels, before a hash is appended to the kernels' names.
 
@@ -71,7 +70,7 @@ def _written(
     redefine an operation. Then the program and its hash stay the same, but ``operations`` differ."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
-    bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps, early)
+    bounds, finishes = bounds_writers(program, steps), finish_writers(program, steps)
     vectors = [(w.text(), w.kernel()) for w in bounds] + [(w.text(), w.kernel()) for w in finishes]
     body = "\n\n".join([w.text() for w in writers] + [text for text, _ in vectors])
     return _header(body), body, tuple(w.kernel() for w in writers), tuple(kernel for _, kernel in vectors)

@@ -17,11 +17,11 @@ WAIT = (
 )
 
 
-def finish_writers(program: Program, steps: Steps, early: bool = False) -> list[FinishWriter]:
+def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
     """Return writers of the vector kernels, ordered by stage, and within a stage by vector length. Stage k
     runs after step k; stage -1 runs before all steps."""
     return [
-        FinishWriter(program, steps, stage, roots, early)
+        FinishWriter(program, steps, stage, roots)
         for stage, members in sorted(steps.finishes.items())
         for roots in _by_length(steps, members)
     ]
@@ -70,7 +70,7 @@ class FinishWriter(Writer):
     """Writes one kernel for all vectors of one stage and length. For each element of a vector, a group of
     threads combines the partial results and then does the arithmetic.
 
-    ``early``: launch the kernel by programmatic dependent launch. The kernel's blocks start when the GEMM's
+    The kernel is launched by programmatic dependent launch. The kernel's blocks start when the GEMM's
     blocks have no more tiles. Each thread waits for the end of the GEMM before the thread touches memory. So
     this kernel ends after the GEMM, and after every kernel for which the GEMM waited. A successor of this
     kernel therefore need not wait for those earlier kernels. This kernel never signals its successor. So the
@@ -78,9 +78,9 @@ class FinishWriter(Writer):
     kernel therefore cannot overwrite partial results before this kernel reads them.
     """
 
-    def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int], early: bool = False):
+    def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
         super().__init__(program, steps)
-        self.stage, self.roots, self.early = stage, roots, early
+        self.stage, self.roots = stage, roots
         self.stored = {i for members in steps.finishes.values() for i in members}
         self.order: list[int] = []
         self.reductions: list[int] = []
@@ -129,21 +129,21 @@ class FinishWriter(Writer):
         names = ", ".join(a.name for a in self.arguments)
         lines = "".join(f"        {line}\n" for line in self.row())
         length = f"o{self.roots[0]}.shape[0]"
-        how, wait = (", use_pdl=True", WAIT) if self.early else ("", "")
         return (
             f"class @@{self.name}:\n"
             "    @cute.jit\n"
             f"    def __call__(self, {names}, stream):\n"
             f"        blocks = cute.ceil_div({length} * LANES, BLOCK)\n"
             f"        launched = self.kernel({names})\n"
-            f"        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream{how})\n\n"
+            f"        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream, "
+            "use_pdl=True)\n\n"
             "    @cute.kernel\n"
             f"    def kernel(self, {names}):\n"
             "        thread = cute.arch.block_idx()[0] * BLOCK + cute.arch.thread_idx()[0]\n"
             "        lane = thread % LANES\n"
             "        # Past the end, the last value again: shuffles want whole warps.\n"
             f"        at = cutlass.min(thread // LANES, {length} - 1)\n"
-            f"{wait}{lines}"
+            f"{WAIT}{lines}"
         )
 
     def row(self) -> Iterator[str]:

@@ -311,7 +311,10 @@ class Machine:
             f.__name__: _unary(f) for f in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh)
         }
         arch = types.SimpleNamespace(
-            fmax=_largest, block_idx=lambda: (0, 0, 0), thread_idx=lambda: (self.thread, 0, 0)
+            fmax=_largest,
+            block_idx=lambda: (0, 0, 0),
+            thread_idx=lambda: (self.thread, 0, 0),
+            griddepcontrol_wait=lambda: None,  # the GEMM has ended
         )
         cute = types.SimpleNamespace(
             jit=lambda f: f, kernel=lambda f: f, size=lambda lanes: len(lanes.lanes), arch=arch,

@@ -43,7 +43,7 @@ TOY = trace(
 SUFFIX = f"_{lower(TOY).hash[:12]}"
 GIVEN = lower(TOY).text.replace(SUFFIX, "")  # the text that the author of an edit sees
 WHOLE, *SNIPPETS = FENCED.findall(TEXT)
-QUOTIENTS, COLUMNS = [(SNIPPETS[0], SNIPPETS[1])], [(SNIPPETS[2], SNIPPETS[3]), (SNIPPETS[4], SNIPPETS[5])]
+QUOTIENTS, COLUMNS = (SNIPPETS[0], SNIPPETS[1]), (SNIPPETS[2], SNIPPETS[3])
 
 # One process does everything that needs the DSL, because the DSL's imports take seconds.
 CHILD = """
@@ -70,7 +70,7 @@ from coda_agent.primitives.lang.ir import Schedule
 from coda_agent.primitives.compiler.jit import compile_kernel
 from coda_agent.primitives.compiler.lower import lower
 from test_cutedsl_pack import SUFFIX, TOY
-own, early = lower(TOY), lower(TOY, early=True)
+own = lower(TOY)
 def sass(example, text, kernel, schedule):
     edited = replace(own, text=text, hash=f"{example}{own.hash}")
     compiled(example, edited, replace(kernel, name=kernel.name.removesuffix(SUFFIX)), schedule)
@@ -81,7 +81,7 @@ def compiled(example, lowered, kernel, schedule):
     cubin.unlink()
 sass("step", step, own.gemms[0], Schedule(128, 128, True, 2, 1))
 sass("finish", finish, own.vectors[0], None)
-compiled("early", early, early.vectors[0], None)
+compiled("own finish", own, own.vectors[0], None)
 print(json.dumps(answer))
 """
 NAMES = sorted(set(DOTTED.findall(TEXT)))
@@ -91,8 +91,8 @@ INVENTED = ["cute.arch.no_such_thing", "primitives.device.no_such_module"]
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the names that do not exist (``missing``) and the SASS of three kernels. Two kernels are edited
-    as in the pack's examples (``step`` and ``finish``). The third kernel is the toy's finishing kernel,
-    lowered with ``early=True`` (``early``)."""
+    as in the pack's examples (``step`` and ``finish``). The third kernel is the toy's own finishing kernel
+    (``own finish``)."""
     scratch = tmp_path_factory.mktemp("pack")
     environment = os.environ | {
         "CODA_AGENT_CACHE": str(scratch),
@@ -118,12 +118,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answer
 
 
-def edited(edits: list[tuple[str, str]]) -> str:
-    text = GIVEN
-    for before, after in edits:
-        assert text.count(before) == 1
-        text = text.replace(before, after)
-    return text
+def edited(edit: tuple[str, str]) -> str:
+    before, after = edit
+    assert GIVEN.count(before) == 1
+    return GIVEN.replace(before, after)
 
 
 # size and packaging
@@ -172,11 +170,11 @@ def test_the_first_example_compiles_to_what_it_claims(compiled: dict[str, Any]) 
     assert len(re.findall(r"\bHGMMA\b", found)) > 0
 
 
-def test_a_gemm_signals_and_an_early_finishing_kernel_waits_before_it_touches_memory(
+def test_a_gemm_signals_and_a_finishing_kernel_waits_before_it_touches_memory(
     compiled: dict[str, Any],
 ) -> None:
     assert re.findall(r"\b(ACQBULK|PREEXIT)\b", compiled["step"]) == ["ACQBULK", "PREEXIT"]
-    order = re.findall(r"\b(ACQBULK|LDG|STG|PREEXIT)\b", compiled["early"])
+    order = re.findall(r"\b(ACQBULK|LDG|STG|PREEXIT)\b", compiled["own finish"])
     assert order[0] == "ACQBULK" and order.count("ACQBULK") == 1 and {"LDG", "STG"} == set(order[1:])
 
 

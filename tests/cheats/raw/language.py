@@ -115,7 +115,7 @@ HOST = (
     TWIN.cheat(
         "a launch on another stream",
         "Runs while the clock does not look.",
-        {"stream=stream)": "stream=0)"},
+        {"stream=stream,": "stream=0,"},
         host("move the rest to kernel"),
     ),
     inside(

@@ -404,20 +404,16 @@ def test_every_identifier_and_string_is_known() -> None:
         assert imported == {"Float32"} | {n for n in names(body) if n in OFFERED}
 
 
-def test_an_early_finishing_kernel_is_the_ordinary_one_with_a_wait_before_it_touches_memory() -> None:
+def test_a_finishing_kernel_starts_early_and_waits_before_it_touches_memory() -> None:
     seen = 0
-    wait, launched = "        cute.arch.griddepcontrol_wait()\n", ", use_pdl=True"
+    wait = "        cute.arch.griddepcontrol_wait()\n"
     for program in everything():
-        early, usual = (lower(program, early=way) for way in (True, False))
-        finishes = [v for v in early.vectors if v.name.startswith("Finish")]
-        assert (early.hash != usual.hash) == bool(finishes) == (launched in early.text)
-        bare = re.sub(rf"        #[^\n]*\n{re.escape(wait)}", "", early.text).replace(launched, "")
-        assert bare.replace(early.hash[:12], "") == usual.text.replace(usual.hash[:12], "")
-        for kernel in finishes:
-            text = early.text.partition(f"class {kernel.name}:")[2].partition("\nclass ")[0]
+        lowered = lower(program)
+        for kernel in (v for v in lowered.vectors if v.name.startswith("Finish")):
+            text = lowered.text.partition(f"class {kernel.name}:")[2].partition("\nclass ")[0]
             launch, body = text.split("@cute.kernel")
             before, waits, after = body.partition(wait)
-            assert launch.count(launched) == 1 and waits and "griddepcontrol" not in after
+            assert launch.count(", use_pdl=True)") == 1 and waits and "griddepcontrol" not in after
             tensors = "|".join(a.name for a in kernel.arguments if a.rank)
             assert not re.search(rf"\b(?:{tensors})\[|finish_", before)
             assert re.search(rf"\b(?:{tensors})\[", after)
