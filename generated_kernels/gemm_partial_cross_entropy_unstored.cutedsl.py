@@ -9,7 +9,7 @@ from primitives.device.mainloop import FusedGemm, arguments, fold, fragment
 from primitives.device.values import LOWEST
 
 
-class Step0_63c453ec2e41(FusedGemm):
+class Step0_fd0fafbc9e5d(FusedGemm):
     _epi_ops = (
         OnlineLSEReduce("p4_0"),
         ColVecLoad("i6"),
@@ -29,12 +29,12 @@ class Step0_63c453ec2e41(FusedGemm):
         return ()
 
 
-class Finish1_4_63c453ec2e41:
+class Finish1_4_fd0fafbc9e5d:
     @cute.jit
     def __call__(self, p4_0, p6_0, v5, e6, o4, o6, stream):
         blocks = cute.ceil_div(o4.shape[0] * LANES, BLOCK)
         launched = self.kernel(p4_0, p6_0, v5, e6, o4, o6)
-        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)
+        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, p4_0, p6_0, v5, e6, o4, o6):
@@ -42,6 +42,8 @@ class Finish1_4_63c453ec2e41:
         lane = thread % LANES
         # Past the end, the last value again: shuffles want whole warps.
         at = cutlass.min(thread // LANES, o4.shape[0] - 1)
+        # It starts before its predecessor ends, and waits for that here: nothing above touches memory.
+        cute.arch.griddepcontrol_wait()
         n5 = v5[at].to(Float32)
         n4 = finish_logsumexp(p4_0, at, lane)
         n6 = finish_select(p6_0, at, n5, e6)

@@ -8,7 +8,7 @@ from primitives.device.finish import BLOCK, LANES, finish_row
 from primitives.device.mainloop import FusedGemm, RowPartials, arguments, fragment
 
 
-class Step0_edc3040ddd9f(FusedGemm):
+class Step0_6614ab4d5642(FusedGemm):
     _epi_ops = (
         RowVecLoad("v7"),
         TileStore("o8"),
@@ -39,12 +39,12 @@ class Step0_edc3040ddd9f(FusedGemm):
         return (o8, )
 
 
-class Finish1_15_edc3040ddd9f:
+class Finish1_15_6614ab4d5642:
     @cute.jit
     def __call__(self, p10_0, s11, o15, stream):
         blocks = cute.ceil_div(o15.shape[0] * LANES, BLOCK)
         launched = self.kernel(p10_0, s11, o15)
-        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)
+        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, p10_0, s11, o15):
@@ -52,6 +52,8 @@ class Finish1_15_edc3040ddd9f:
         lane = thread % LANES
         # Past the end, the last value again: shuffles want whole warps.
         at = cutlass.min(thread // LANES, o15.shape[0] - 1)
+        # It starts before its predecessor ends, and waits for that here: nothing above touches memory.
+        cute.arch.griddepcontrol_wait()
         n11 = s11
         n10 = finish_row(p10_0, at, lane, "add")
         n12 = (n10 / n11)

@@ -9,7 +9,7 @@ from primitives.device.mainloop import FusedGemm, arguments, fold, fragment
 from primitives.device.values import LOWEST
 
 
-class Step0_6a97873711c5(FusedGemm):
+class Step0_21a0b13f5eda(FusedGemm):
     _epi_ops = (
         ColVecLoad("v5"),
         OnlineLSEReduce("p7_0"),
@@ -35,12 +35,12 @@ class Step0_6a97873711c5(FusedGemm):
         return ()
 
 
-class Finish1_7_6a97873711c5:
+class Finish1_7_21a0b13f5eda:
     @cute.jit
     def __call__(self, p7_0, p9_0, v8, e9, o7, o9, stream):
         blocks = cute.ceil_div(o7.shape[0] * LANES, BLOCK)
         launched = self.kernel(p7_0, p9_0, v8, e9, o7, o9)
-        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)
+        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, p7_0, p9_0, v8, e9, o7, o9):
@@ -48,6 +48,8 @@ class Finish1_7_6a97873711c5:
         lane = thread % LANES
         # Past the end, the last value again: shuffles want whole warps.
         at = cutlass.min(thread // LANES, o7.shape[0] - 1)
+        # It starts before its predecessor ends, and waits for that here: nothing above touches memory.
+        cute.arch.griddepcontrol_wait()
         n8 = v8[at].to(Float32)
         n7 = finish_logsumexp(p7_0, at, lane)
         n9 = finish_select(p9_0, at, n8, e9)

@@ -9,7 +9,7 @@ from primitives.device.mainloop import FusedGemm, arguments, fold, fragment
 from primitives.device.values import LOWEST
 
 
-class Step0_b288ac67792c(FusedGemm):
+class Step0_df0209ca0849(FusedGemm):
     _epi_ops = (
         OnlineLSEReduce("p9_0"),
         ColVecLoad("i11"),
@@ -37,12 +37,12 @@ class Step0_b288ac67792c(FusedGemm):
         return ()
 
 
-class Finish1_9_b288ac67792c:
+class Finish1_9_df0209ca0849:
     @cute.jit
     def __call__(self, p9_0, p11_0, v10, e11, o9, o11, stream):
         blocks = cute.ceil_div(o9.shape[0] * LANES, BLOCK)
         launched = self.kernel(p9_0, p11_0, v10, e11, o9, o11)
-        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)
+        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, p9_0, p11_0, v10, e11, o9, o11):
@@ -50,6 +50,8 @@ class Finish1_9_b288ac67792c:
         lane = thread % LANES
         # Past the end, the last value again: shuffles want whole warps.
         at = cutlass.min(thread // LANES, o9.shape[0] - 1)
+        # It starts before its predecessor ends, and waits for that here: nothing above touches memory.
+        cute.arch.griddepcontrol_wait()
         n10 = v10[at].to(Float32)
         n9 = finish_logsumexp(p9_0, at, lane)
         n11 = finish_select(p11_0, at, n10, e11)

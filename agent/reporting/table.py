@@ -185,7 +185,7 @@ _EDITED: dict[str, Callable[[MeasuredCase], object]] = {
 
 def _edited(tables: Tables) -> str:
     if not tables.edits:
-        return "No kernel's CuTeDSL has been edited yet.\n"
+        return "No edit is accepted at present.\n"
     table = _by_operator(tables.edits, _EDITED)
     if not tables.superseded:
         return table

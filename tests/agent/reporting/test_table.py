@@ -339,7 +339,7 @@ def test_without_evidence_the_tables_say_so(tmp_path: Path) -> None:
     tables = read(tmp_path)
     assert str(tables).splitlines()[::2] == [
         "No kernel has been measured yet.",
-        "No kernel's CuTeDSL has been edited yet.",
+        "No edit is accepted at present.",
         "No run has been recorded yet.",
     ]
     assert tables.to_json() == {
