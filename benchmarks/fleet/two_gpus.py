@@ -21,11 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,10 +59,13 @@ Rows = list[dict[str, Any]]
 
 def write(folder: Path, name: str, found: Mapping[str, Any]) -> None:
     """Write a command's JSON, with the machine, the versions and the date."""
+    versions = environment()
+    with suppress(PackageNotFoundError):  # ``measure --here`` does not need Ray
+        versions["ray"] = version("ray")
     about = {
         "gpus": [gpu.name for gpu in usable_gpus()],
         "cores": os.cpu_count(),
-        "versions": environment() | ({"ray": version("ray")} if "ray" in sys.modules else {}),
+        "versions": versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_atomic(folder / f"{name}.json", json.dumps({**found, **about}, indent=1) + "\n")

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from coda_agent.comparison.competitors import COLUMNS, LLM
-from coda_agent.comparison.results import Loss, Present, Results, Session
+from coda_agent.comparison.results import GONE, Loss, Present, Results, Session
 from coda_agent.verifier import statistics
 from coda_agent.verifier.decision import central
 from coda_agent.verifier.statistics import Interval
@@ -152,9 +152,11 @@ class _Row:
             for arm, found in session.arms.items() if session in timed else ():
                 self.keys[arm] = found.key
                 self.failed.pop(arm, None)
-        for arm in self._outdated(present) if present else ():
-            self.keys.pop(arm)
-            self.failed[arm] = CHANGED
+        if present:
+            for arm in self._outdated(present):
+                self.keys.pop(arm)
+                if present.keys.get(arm) != GONE:
+                    self.failed[arm] = CHANGED
 
     def _outdated(self, present: Present) -> set[str]:
         """The arms that have changed since they were measured. If the question or the reference arm has

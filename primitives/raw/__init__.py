@@ -152,7 +152,7 @@ def _build(wanted: Wanted) -> bool:
 
 def _refusal(wanted: Wanted) -> Path:
     """The file that says why the code does not compile."""
-    return wanted.path().with_suffix(".refused")
+    return wanted.path().with_suffix(".why")
 
 
 def build(wanted: Wanted, scratch: Path) -> Built:

@@ -12,7 +12,7 @@ from comparison_machine import Machine, stood_in
 
 from coda_agent.comparison import kernels, rows
 from coda_agent.comparison.competitors import EAGER, EDITED, LLM, PROGRAM, TORCH
-from coda_agent.comparison.drawing.cells import CHANGED, Cell, Empty, lines
+from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.measuring import ComparisonRequest, measure
 from coda_agent.comparison.results import Results
 from coda_agent.primitives.compiler import lower as lowering
@@ -77,4 +77,4 @@ def test_a_withdrawn_kernel_leaves_the_table(gpu: Machine, monkeypatch: pytest.M
     before = measure(asked("gemm_swiglu"), Results(), lambda made: None)
     monkeypatch.setattr(kernels, "accepted_kernel", lambda spec, *, edited: None)
     (line,) = lines(measure(asked("gemm_swiglu"), before, lambda made: None))
-    assert line.cells[LLM] == Empty(f"{PROGRAM}: {CHANGED}")
+    assert line.cells[LLM] == Empty("no accepted kernel; its CuTeDSL was not edited")
