@@ -142,7 +142,10 @@ def report(
     from coda_agent.agent.reporting import compared, sweep_view
     from coda_agent.agent.run.runs import folder
 
-    if len(run) == 1 and is_sweep(run[0]):
+    sweeps = [name for name in run if is_sweep(name)]
+    if sweeps and len(run) > 1:
+        raise typer.BadParameter(f"{sweeps[0]} is a sweep, which has a page of its own; name it alone")
+    if sweeps:
         arguments.refuse_unused("only a run has events; name one of the sweep's runs", jsonl=jsonl)
         told = json.dumps(sweep_view.as_dict(run[0]), indent=1) if as_json else sweep_view.write(run[0], out)
         echo(str(told))

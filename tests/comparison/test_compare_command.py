@@ -194,7 +194,7 @@ def test_the_readmes_headline_is_what_was_measured() -> None:
     compiled, human = against(found, COMPILE), against(found, HUMAN)
     layers = {tally.name: tally for tally in compiled.operators}
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    headline = readme.partition("**Measured on one H100**")[2].partition("## ")[0]
+    headline = readme.partition("**Measured on an H100**")[2].partition("## ")[0]
     operators = (compiled.totals[0], human.kinds[0], layers[LAYER_FORWARD], layers[LAYER_BOTH])
     llama = json.loads((ROOT / "docs" / "training.json").read_text(encoding="utf-8"))["llama"]
     times, peak = llama["times"], llama["peak"]

@@ -64,6 +64,8 @@ def test_two_candidates_compile_their_common_program_once(toy: Path, monkeypatch
     page = (runs.runs_dir() / the_sweep() / f"{the_sweep()}.html").read_text()
     assert all(run in page for run in runs.names())
     assert sweeping("report", the_sweep(), "--json").stdout == done.stdout
+    refused = sweeping("report", the_sweep(), *runs.names())
+    assert refused.returncode == 2 and "name it alone" in refused.stderr
     _expect_no_key(runs.runs_dir(), done.stdout + done.stderr)
 
 
