@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.primitives.lang.ir import Program
+    from coda_agent.primitives.lang.schedule import Schedule
     from coda_agent.verifier.spec.model import Spec
 
 
@@ -42,8 +44,8 @@ class ShowOptions:
     case: Annotated[
         str | None,
         typer.Option(
-            help="The case whose schedules and bytes are shown. Default: the first case, or with --counters "
-            "the case that the export was measured on."
+            help="Show what this case was measured with. Default: resources on two fixed schedules, machine "
+            "code of the first case, counters of the export's case."
         ),
     ] = None
 
@@ -81,15 +83,16 @@ def show(
     sizes = {each.name: each.sizes for each in loaded.cases}
     if options.case is not None and options.case not in sizes:
         raise typer.BadParameter(f"--case {options.case}: {loaded.name} has the cases {', '.join(sizes)}")
-    _refuse_idle(options)
-    resources = _resources(kernel, source, loaded)
+    if not options.sass:
+        arguments.refuse_unused("it applies to machine code; add --sass", full=options.full)
+    chosen = options.case or loaded.cases[0].name
+    asked = options.case or options.sass
+    measured = showing.report_schedules(kernel, source.program, chosen) if asked else {}
+    resources = _resources(kernel, source, sizes[chosen], measured.values() if options.case else ())
     shown = showing.Shown(source, loaded.name, resources, sizes, options.cutedsl)
     listings = export = found = None
     if options.sass:
-        chosen = options.case or loaded.cases[0].name
-        listings = disassemble(
-            source.on(showing.report_schedules(kernel, source.program, chosen)), sizes[chosen]
-        )
+        listings = disassemble(source.on(measured), sizes[chosen])
     if options.counted:
         export_name = "raw.counters.csv" if source.edited else "counters.csv"
         path = options.counters_from or showing.sibling(kernel, export_name)
@@ -104,14 +107,6 @@ def show(
     drawn = [shown.render(), *(listing.tables(listings, full=options.full) if listings else ())]
     drawn += [counting.as_table(found, export)] if export and found else []
     setup.console(False).print(*drawn, sep="\n")
-
-
-def _refuse_idle(options: ShowOptions) -> None:
-    """Raise BadParameter for an option that has no effect."""
-    if not options.sass:
-        arguments.refuse_unused("it applies to machine code; add --sass", full=options.full)
-    if not (options.sass or options.counted):
-        arguments.refuse_unused("it applies to --sass and --counters; add one of these", case=options.case)
 
 
 def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, KernelSource]:
@@ -129,12 +124,16 @@ def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Kerne
     return spec, KernelSource(_program(kernel, source, spec, weak_jail), edited=text)
 
 
-def _resources(kernel: Path, source: KernelSource, spec: Spec) -> tuple[Resources, ...]:
+def _resources(
+    kernel: Path, source: KernelSource, sizes: Mapping[str, int], schedules: Iterable[Schedule]
+) -> tuple[Resources, ...]:
+    """The resources on these schedules; if there are none, on the schedules of the compile gate."""
+    from coda_agent.primitives.compiler.probe_schedules import PROBES
     from coda_agent.primitives.lang.errors import ProgramError
     from coda_agent.primitives.runtime.compile import report
 
     try:
-        return report(source, spec.cases[0].sizes)
+        return report(source, sizes, tuple(dict.fromkeys(schedules)) or PROBES)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
 

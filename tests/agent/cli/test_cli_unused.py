@@ -77,8 +77,6 @@ def test_tables_are_put_into_a_file_or_printed(command: Command, tmp_path: Path)
 @pytest.mark.usefixtures("no_compiler", "place")
 def test_what_shows_machine_code_takes_sass(command: Command) -> None:
     unused(command, "show", "toy.py", "--full", of="--full", why="add --sass")
-    why = "it applies to --sass and --counters; add one of these"
-    unused(command, "show", "toy.py", "--case", "large", of="--case", why=why)
 
 
 @pytest.mark.parametrize(

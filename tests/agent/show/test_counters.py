@@ -258,6 +258,19 @@ def tuned_there(case: str) -> dict[int, Schedule]:
     return by_step(found)
 
 
+def test_a_cases_resources_are_those_of_its_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def compiled(source: KernelSource, sizes: dict[str, int], schedules: Any) -> tuple[()]:
+        asked.append((sizes["D"], tuple(schedules)))
+        return ()
+
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", compiled)
+    for options in (["--case", "70B"], []):
+        assert CliRunner().invoke(app, ["show", "gemm_swiglu_bwd", *options]).exit_code == 0
+    assert asked == [(8192, tuple(tuned_there("70B").values())), (2048, PROBES)]
+
+
 # ── Schedules ─────────────────────────────────────────────────────────────────────────────────────────────
 
 ACCEPTED = Program.from_json(KEPT.read_text(), load(SPECS / "gemm_swiglu_bwd.yaml", check=False).signature())
