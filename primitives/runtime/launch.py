@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -89,8 +90,12 @@ class Kernel:
         child process compiles this code. Without ``schedules``, edited code runs only on the schedules in the
         report beside the NAME.raw.py. Raises OSError, or ProgramError for an invalid program.
         """
-        path = KERNELS / f"{kernel}.program.json"
-        program = Program.from_json((path if path.exists() else Path(kernel)).read_text(encoding="utf-8"))
+        accepted = KERNELS / f"{kernel}.program.json"
+        path = accepted if accepted.exists() else Path(kernel)
+        if not path.exists():
+            words = "no accepted kernel has this name, and there is no such file"
+            raise FileNotFoundError(errno.ENOENT, words, str(kernel))
+        program = Program.from_json(path.read_text(encoding="utf-8"))
         text = Path(edited).read_text(encoding="utf-8") if edited else None
         source = KernelSource(program, schedules or {}, text)
         return cls(source, known=_proved(source, Path(edited)) if edited else None)
