@@ -21,11 +21,11 @@ class Replay:
     name = "replay"
 
     def __init__(self, path: str | Path):
-        from coda_agent.agent.storage.record import recording
+        from coda_agent.agent.storage.record import read_recording
 
         self._path = Path(path)
         try:
-            _, events = recording(self._path)
+            _, events = read_recording(self._path)
         except JournalError as error:
             raise ProviderError(str(error), "give the export of a recorded run") from error
         self._turns = [Turn.from_json(event.payload) for event in events if event.kind == "answer"]
@@ -50,11 +50,11 @@ class Replay:
 def _header(run: RunContext) -> dict[str, Any]:
     """The header field that names the recorded run. Raises ProviderError if there is no recording, and
     JournalError if the recording is damaged."""
-    from coda_agent.agent.storage.record import recording
+    from coda_agent.agent.storage.record import read_recording
 
     if not run.recording.is_file():
         raise ProviderError(f"{run.recording}: no recorded run of {run.task}", "author one first")
-    header, _ = recording(run.recording)
+    header, _ = read_recording(run.recording)
     return {"replays": str(header["run"])}
 
 

@@ -29,7 +29,7 @@ from coda_agent.agent.reporting.table_rows import (
 )
 from coda_agent.agent.storage import atomic_files, kernel_files
 from coda_agent.agent.storage.kernel_files import KERNELS, RECORDINGS
-from coda_agent.agent.storage.record import recording
+from coda_agent.agent.storage.record import read_recording
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import filled, markdown_table, places
@@ -94,7 +94,7 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
         with suppress(FileNotFoundError):  # if no kernel has been accepted yet
             stack.enter_context(atomic_files.consistent(kernels))
         found = [kernel_files.report(path) for path in sorted(kernels.glob("*.report.json"))]
-        exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
+        exports = [read_recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
     found.sort(key=lambda report: order(report.identity.spec))
     reports = tuple(report for report in found if not report.identity.raw)
     in_force = {report.authorship.run for report in reports if report.authorship}

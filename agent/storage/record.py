@@ -46,7 +46,7 @@ from coda_agent.verifier.report import (
 )
 from coda_agent.verifier.spec.model import Spec
 
-__all__ = ["check_programs", "glance", "opened", "recording", "timings_of", "uncharged"]
+__all__ = ["check_programs", "glance", "opened", "read_recording", "timings_of", "uncharged"]
 
 OTHER_VERSION = (
     "damaged, or written by another version of coda-agent: restore it from a copy, or start a new run"
@@ -273,7 +273,7 @@ def opened(path: Path) -> Journal:
     return found
 
 
-def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
+def read_recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
     """The header and events of an exported run, whose verdicts may come from an earlier measurement protocol.
     Raises JournalError."""
     header, events = journal.read_export(path)

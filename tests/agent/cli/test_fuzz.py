@@ -328,7 +328,7 @@ def recordings(place: Path, request: pytest.FixtureRequest) -> Try:
         file.write_bytes(text if damaged is not lines_ else damage.bytes(text))
         player = Replay(file)
         player.next_turn(Question("S", ASK))
-        table_rows.run_row(*record.recording(file), set())
+        table_rows.run_row(*record.read_recording(file), set())
 
     return attempt
 
