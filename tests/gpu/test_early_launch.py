@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from authoring import KERNELS, SPECS
+from authoring import SPECS
 
+from coda_agent.fused import programs
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
-from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.verifier.gpu.checks import bits
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.inputs import draw
-from coda_agent.verifier.spec.model import Spec
 
 CALLS, SETS = 60, 3
 ROWS, WIDTH = 16384, 256  # with many rows and few columns, the finishing kernel takes as long as its GEMM
@@ -30,22 +30,12 @@ SCHEDULES = [
 Tensors = Mapping[str, torch.Tensor]
 
 
-def accepted(name: str) -> tuple[Spec, Program]:
-    """An accepted kernel's spec and program."""
-    spec = load(SPECS / f"{name}.yaml", check=False)
-    return spec, Program.from_json((KERNELS / f"{name}.program.json").read_text(), spec.signature())
-
-
-def names() -> list[str]:
-    """The accepted kernels that have a finishing kernel."""
-    stems = sorted(path.name.removesuffix(".program.json") for path in KERNELS.glob("*.program.json"))
-    programs = {stem: accepted(stem)[1] for stem in stems if not stem.endswith(".raw")}
-    return [s for s, p in programs.items() if any(v.name.startswith("Finish") for v in lower(p).vectors)]
-
-
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+# the accepted kernels that have a finishing kernel
+PROGRAMS = {
+    name: program
+    for name, (program, _) in programs.accepted().items()
+    if any(vector.name.startswith("Finish") for vector in lower(program).vectors)
+}
 
 
 @dataclass(frozen=True)
@@ -67,14 +57,14 @@ class Calls:
         made: list[Tensors] = [self.plan.outputs() for _ in range(number)]
         for each in made:
             for tensor in each.values():
-                words(tensor).fill_(0xFF)
+                bits(tensor).fill_(-1)
         return made
 
     def expect(self, outputs: Sequence[Tensors]) -> None:
         torch.cuda.synchronize()
         for number, got in enumerate(outputs):
             want = self.expected[number % SETS]
-            wrong = [n for n in want if not torch.equal(words(got[n]), words(want[n]))]
+            wrong = [n for n in want if not torch.equal(bits(got[n]), bits(want[n]))]
             assert not wrong, (number, wrong)
 
 
@@ -82,9 +72,9 @@ def cases() -> list[tuple[str, Schedule]]:
     """The kernels with the schedules that their steps admit: a step over experts has no second launch."""
     return [
         (name, schedule)
-        for name in names()
+        for name, program in PROGRAMS.items()
         for schedule in SCHEDULES
-        if not schedule.split or all(gemm.splittable for gemm in lower(accepted(name)[1]).gemms)
+        if not schedule.split or all(gemm.splittable for gemm in lower(program).gemms)
     ]
 
 
@@ -96,7 +86,7 @@ def label(case: tuple[str, Schedule]) -> str:
 @pytest.fixture(scope="module", params=cases(), ids=label)
 def calls(request: pytest.FixtureRequest) -> Calls:
     name, schedule = request.param
-    spec, program = accepted(name)
+    spec, program = load(SPECS / f"{name}.yaml", check=False), PROGRAMS[name]
     sizes = dict.fromkeys(spec.dims, WIDTH) | {"M": ROWS}
     plan = Plan(KernelSource(program, {gemm.step: schedule for gemm in lower(program).gemms}), sizes)
     sets = [draw(spec, sizes, seed, device="cuda") for seed in range(SETS)]
@@ -148,5 +138,5 @@ def test_the_next_kernel_on_the_stream_reads_finished_vectors(calls: Calls) -> N
         calls.plan.run(calls.sets[number % SETS], each)
         copies.append({name: tensor.clone() for name, tensor in each.items()})
         for tensor in each.values():
-            words(tensor).fill_(0xFF)
+            bits(tensor).fill_(-1)
     calls.expect(copies)
