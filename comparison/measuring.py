@@ -304,7 +304,7 @@ class _Measuring:
                 reasons[arm] = found
             else:
                 keys[arm], self.versions[arm] = found
-        gone = {arm: GONE for arm in (PROGRAM, EDITED) if arm in reasons and row.absent(arm)}
+        gone = {arm: GONE for arm in (PROGRAM, EDITED) if arm in reasons}
         now = Present(question=row.question, keys=keys | gone)
         self.results = self.results.asked(row.operator, row.case, now, reasons)
         return keys

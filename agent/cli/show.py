@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,7 +88,7 @@ def show(
     chosen = options.case or loaded.cases[0].name
     asked = options.case or options.sass
     measured = showing.report_schedules(kernel, source.program, chosen) if asked else {}
-    resources = _resources(kernel, source, sizes[chosen], measured.values() if options.case else ())
+    resources = _resources(kernel, source, sizes[chosen], measured if options.case else {})
     shown = showing.Shown(source, loaded.name, resources, sizes, options.cutedsl)
     listings = export = found = None
     if options.sass:
@@ -125,17 +125,19 @@ def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Kerne
 
 
 def _resources(
-    kernel: Path, source: KernelSource, sizes: Mapping[str, int], schedules: Iterable[Schedule]
+    kernel: Path, source: KernelSource, sizes: Mapping[str, int], schedules: Mapping[int, Schedule]
 ) -> tuple[Resources, ...]:
-    """The resources on these schedules; if there are none, on the schedules of the compile gate."""
+    """The resources of each step on its schedule; without schedules, on the schedules of the compile gate."""
     from coda_agent.primitives.compiler.probe_schedules import PROBES
     from coda_agent.primitives.lang.errors import ProgramError
     from coda_agent.primitives.runtime.compile import report
 
     try:
-        return report(source, sizes, tuple(dict.fromkeys(schedules)) or PROBES)
+        found = report(source, sizes, tuple(dict.fromkeys(schedules.values())) or PROBES)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
+    own = {g.name: schedules[g.step].to_json() for g in source.lowered.gemms if g.step in schedules}
+    return tuple(each for each in found if own.get(each.kernel, each.schedule) == each.schedule)
 
 
 def _program(kernel: Path, text: str, spec: Spec, weak_jail: bool) -> Program:

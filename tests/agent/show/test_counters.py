@@ -22,6 +22,7 @@ from coda_agent.agent.run.optimize import _counted
 from coda_agent.agent.show import counters
 from coda_agent.agent.show.counters import Counters, Export
 from coda_agent.agent.storage.kernel_files import KernelError
+from coda_agent.primitives.compiler.cubin import Resources
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
@@ -252,8 +253,8 @@ def test_the_command_takes_the_export_beside_the_kernel(path: Path, monkeypatch:
     assert wrong.exit_code == 2 and "has the cases 1B, 7B" in " ".join(wrong.output.split())
 
 
-def tuned_there(case: str) -> dict[int, Schedule]:
-    timings = json.loads(KEPT.with_name("gemm_swiglu_bwd.report.json").read_text())["timings"]
+def tuned_there(case: str, name: str = "gemm_swiglu_bwd") -> dict[int, Schedule]:
+    timings = json.loads(KEPT.with_name(f"{name}.report.json").read_text())["timings"]
     (found,) = (t["schedules"] for t in timings if t["case"] == case)
     return by_step(found)
 
@@ -269,6 +270,17 @@ def test_a_cases_resources_are_those_of_its_schedules(monkeypatch: pytest.Monkey
     for options in (["--case", "70B"], []):
         assert CliRunner().invoke(app, ["show", "gemm_swiglu_bwd", *options]).exit_code == 0
     assert asked == [(8192, tuple(tuned_there("70B").values())), (2048, PROBES)]
+
+
+def test_each_steps_resources_are_on_its_own_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(source: KernelSource, sizes: dict[str, int], schedules: Any) -> tuple[Resources, ...]:
+        rows = [(gemm.name, schedule) for gemm in source.lowered.gemms for schedule in schedules]
+        return tuple(Resources(name, schedule.to_json(), 0, 0, None, *[0] * 6) for name, schedule in rows)
+
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", compiled)
+    said = CliRunner().invoke(app, ["show", "gemm_swiglu_mlp", "--case", "1B", "--json"]).output
+    found = [each["schedule"] for each in json.loads(said)["resources"]]
+    assert found == [s.to_json() for s in tuned_there("1B", "gemm_swiglu_mlp").values()]
 
 
 # ── Schedules ─────────────────────────────────────────────────────────────────────────────────────────────
