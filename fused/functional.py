@@ -79,8 +79,7 @@ def rotary_halves(t: Tensor) -> Tensor:
 
 @cache
 def rotates(width: int) -> bool:
-    """Whether ``before_attention`` can rotate heads of this width. This needs a tile that holds whole
-    heads."""
+    """Whether some tile suits heads of this width, so that ``before_attention`` can rotate them."""
     (kernel,) = lower(ops.defined[ATTENTION_IN[False, True].name].program).gemms
     return width in kernel.fitting()
 

@@ -50,14 +50,12 @@ class MLP(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, with its projections. ``heads``: the number of query heads. ``kv_heads``: the
     number of key heads, and of value heads. Each head has ``head_width`` columns. Raises ValueError if no
-    tile holds whole heads of that width."""
+    tile suits heads of that width."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
         super().__init__()
         if not functional.rotates(head_width):
-            raise ValueError(
-                f"no tile holds whole heads of {head_width} columns; use a width such as 64 or 128"
-            )
+            raise ValueError(f"no tile suits heads of {head_width} columns; use a width such as 64 or 128")
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
         self.q_proj = _linear(width, heads * head_width)
         self.k_proj, self.v_proj = (_linear(width, kv_heads * head_width) for _ in range(2))

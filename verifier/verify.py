@@ -236,11 +236,11 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
         for gemm in lowered.gemms:
             if not candidates(gemm, case.sizes):
                 words = f"case {case.name}, step {gemm.step}: no tile holds {gemm.wants(case.sizes)}"
-                fitting = f"; heads of {', '.join(map(str, gemm.fitting()))} columns of the gemm fit"
+                fitting = ", ".join(map(str, gemm.fitting()))
                 step = cut(program).gemms[gemm.step]
                 torn, heads = gemm.torn(case.sizes), (*step.statistics, *step.repeats)
                 line = _first_line(torn or heads, lines)
-                words += fitting if gemm.whole and not torn else ""
+                words += f"; heads of {fitting} columns of the gemm fit" if fitting and not torn else ""
                 raise Failed("range" if torn else "heads", words, line)
             chosen = program.schedule.get(gemm.step)
             if chosen and not fits(program, gemm, chosen, case.sizes):

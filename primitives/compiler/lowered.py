@@ -11,7 +11,7 @@ from typing import Literal
 from coda_agent.primitives.lang.cutedsl import Reduction, Spread, Statistic
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction
-from coda_agent.primitives.lang.schedule import TILES, Schedule
+from coda_agent.primitives.lang.schedule import LARGE_TILES, Schedule
 from coda_agent.primitives.lang.signature import EIGHTS
 from coda_agent.primitives.lang.steps import Steps
 
@@ -87,11 +87,11 @@ class GemmKernel:
     """A step's class and its arguments. ``c`` and ``d`` are the mainloop's own epilogue load and store;
     further loads and stores are among ``arguments``. ``shape``: the GEMM's rows and columns. ``periods``: the
     widths of heads in the GEMM's columns. ``grains``: numbers that must divide a tile's number of columns,
-    including widths of some heads. ``adds``: the input to which D is added in place. ``starts``: the name and
-    the first column of each range. ``bounds``: for each ``in_columns``, its first column and the column after
-    its last column. ``offsets``: if rows belong to experts, the input that holds each expert's first row.
-    ``own``: whether there is one GEMM per expert, over that expert's rows. ``index``: the input that holds
-    the numbers of the rows that the GEMM gathers from ``a``."""
+    including the widths of heads with statistics. ``adds``: the input to which D is added in place.
+    ``starts``: the name and the first column of each range. ``bounds``: for each ``in_columns``, its first
+    column and the column after its last column. ``offsets``: if rows belong to experts, the input that holds
+    each expert's first row. ``own``: whether there is one GEMM per expert, over that expert's rows.
+    ``index``: the input that holds the numbers of the rows that the GEMM gathers from ``a``."""
 
     step: int
     name: str
@@ -119,18 +119,31 @@ class GemmKernel:
 
     def objection(self, schedule: Schedule, sizes: Mapping[str, int]) -> str:
         """Say why a schedule does not suit the step; return "" if the schedule suits it. The schedule's tile
-        must contain whole heads and whole pairs. Each range must begin where a subtile begins. Only a
-        ``splittable`` step can run as two launches. ``sizes`` contains the static dims."""
+        must contain whole pairs, and the heads that ``cuts`` describes. Each range must begin where a subtile
+        begins. Only a ``splittable`` step can run as two launches. ``sizes`` contains the static dims."""
         if schedule.split and not self.splittable:
             return "two launches cannot share rows that belong to experts"
         if self.index is not None and schedule.cluster_n > 1:
             return "a GEMM that gathers rows needs clusters of one tile along N"
-        cuts = any(schedule.tile_n % grain(sizes) for grain in self.grains)
         columns = max(SUBTILE, subtile(schedule, self.d)[1])
-        if cuts or self.narrow(sizes, columns) or self.torn(sizes, columns):
+        if self.cuts(schedule.tile_n, sizes) or self.narrow(sizes, columns) or self.torn(sizes, columns):
             tile = f"{schedule.tile_n} columns" + (f" in subtiles of {columns}" if columns > SUBTILE else "")
             return f"a tile of {tile} does not hold {self.wants(sizes, columns)}"
         return ""
+
+    def cuts(self, columns: int, sizes: Mapping[str, int]) -> bool:
+        """Whether a tile of so many columns ends inside a pair, or inside a head that must be whole. A head
+        with statistics must be whole. A head that reads a table may be several tiles wide, if TMA loads the
+        table."""
+        tables = [width(sizes) for width in self.tables]
+        return any(columns % grain(sizes) for grain in self.grains) or any(
+            columns % width and (width % SUBTILE or width % columns) for width in tables
+        )
+
+    @property
+    def tables(self) -> tuple[Dim, ...]:
+        """The widths of heads that read a table."""
+        return tuple(a.period for a in self.arguments if a.role == "table" and a.period)
 
     @property
     def splittable(self) -> bool:
@@ -157,18 +170,13 @@ class GemmKernel:
         mixed = any(width % columns for width in whole)
         return mixed or any(period(sizes) % HEAD_GRAIN for period in self.periods)
 
-    @property
-    def whole(self) -> tuple[Dim, ...]:
-        """The ``periods`` of heads that must lie within one tile."""
-        return tuple(period for period in self.periods if period in self.grains)
-
     def wants(self, sizes: Mapping[str, int], columns: int = SUBTILE) -> str:
         """Describe what a tile must contain, for the person who chose the sizes or the tile. ``columns``: the
         width of the tile's subtiles."""
-        found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
+        found = [self._wanted_heads(period, sizes) for period in self.periods]
         if found:
-            least = f"{HEAD_GRAIN}, or of {SUBTILE} for head_sums" if columns == SUBTILE else str(columns)
-            found[-1] += f" (multiples of {least})"
+            usual = f"{HEAD_GRAIN}; of {SUBTILE} for head_sums and parts"
+            found[-1] += f" (head widths are multiples of {usual if columns == SUBTILE else columns})"
         if PAIR_GRAIN in self.grains:
             found.append(f"multiples of {PAIR_GRAIN} columns for its pairs")
         if torn := self.torn(sizes, columns):
@@ -176,13 +184,27 @@ class GemmKernel:
             found.append(f"ranges from columns {begin} on (multiples of {columns})")
         return " and ".join(found)
 
+    def _wanted_heads(self, period: Dim, sizes: Mapping[str, int]) -> str:
+        width = period(sizes)
+        if period not in {*self.grains, *self.tables}:
+            return f"heads of {width} columns"
+        parts = period not in self.grains and width % SUBTILE == 0
+        return f"whole heads of {width} columns" + (", or an equal part of one" if parts else "")
+
     def fitting(self) -> tuple[int, ...]:
-        """The head widths, in GEMM columns, that divide the width of some tile."""
+        """The head widths, in GEMM columns, that suit some large tile, up to twice the widest tile. ()
+        if every tile suits all heads."""
+        if not self.tables and not {*self.periods} & {*self.grains}:
+            return ()
         sums = any(a.role == "head" and a.period for a in self.arguments)
         pairs = PAIR_GRAIN({}) if PAIR_GRAIN in self.grains else 1
-        tiles = {n for _, n, _ in TILES if n % pairs == 0}
+        tiles = {n for _, n, _ in LARGE_TILES if n % pairs == 0}
         step = SUBTILE if sums else HEAD_GRAIN
-        return tuple(w for w in range(step, max(tiles) + 1, step) if any(n % w == 0 for n in tiles))
+        return tuple(
+            width
+            for width in range(step, 2 * max(tiles) + 1, step)
+            if any(n % width == 0 or not sums and width % SUBTILE == width % n == 0 for n in tiles)
+        )
 
     def range_starts(self, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
         """Evaluate ``starts`` at these sizes of the static dims."""

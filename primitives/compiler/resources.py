@@ -127,10 +127,10 @@ class StepResources(Writer):
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
-        """Numbers that must divide a schedule's ``tile_n``: the widths of heads that are reduced or that TMA
-        loads. If TMA stores a tile of half the GEMM's width, PAIR_GRAIN is another such number."""
+        """Numbers that must divide a schedule's ``tile_n``: the widths of heads that are reduced. If TMA
+        stores a tile of half the GEMM's width, PAIR_GRAIN is another such number."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
-        whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
+        whole = {self.period(i) for i in self.step.statistics}
         return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))
 
     def all(self) -> Iterator[tuple[Argument, str]]:

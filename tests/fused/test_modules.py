@@ -94,7 +94,7 @@ def test_a_layer_compiles_whole(ours: PlainModel) -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="'silu' is unknown; use one of .*swiglu"):
         modules.MLP(WIDTH, HIDDEN, "silu")
-    with pytest.raises(ValueError, match="no tile holds whole heads of 72 columns"):
+    with pytest.raises(ValueError, match="no tile suits heads of 72 columns"):
         modules.DecoderLayer(144, HIDDEN, 2)
     with pytest.raises(ValueError, match="the RMSNorm has eps=None"):
         modules.MLP(WIDTH, HIDDEN)(torch.randn(2, WIDTH), nn.RMSNorm(WIDTH))

@@ -72,6 +72,22 @@ def test_agrees_with_fp64_at_ragged_sizes(read, path, schedule):
             agrees(spec, Kernel(KernelSource(program, schedules)), sizes, seed)
 
 
+@pytest.mark.parametrize(
+    "pairs, schedule",
+    [
+        (64, Schedule(64, 64, True, 1, 2)),
+        (64, Schedule(128, 64, True, 2, 1)),
+        (64, Schedule(128, 32, False, 1, 2)),
+        (208, Schedule(128, 208, True, 1, 2)),
+    ],
+    ids=lambda each: f"{each.tile_m}x{each.tile_n}" if isinstance(each, Schedule) else f"{2 * each} columns",
+)
+def test_a_head_that_reads_a_table_may_be_several_tiles_wide(pairs, schedule):
+    spec, program = accepted(ROOT / "generated_kernels" / "gemm_rope.program.json")
+    kernel = Kernel(KernelSource(program, {0: schedule}))
+    agrees(spec, kernel, {"M": 521, "K": 520, "H": 3, "P": pairs}, pairs)
+
+
 def test_one_row_and_many_rows_of_the_same_kernel():
     spec, program = example(EXAMPLES[0])
     kernel = Kernel(KernelSource(program, {0: Schedule()}))

@@ -678,6 +678,9 @@ FITS: list[tuple[Example, dict[str, int], set[int]]] = [
     (ROPE, {"P": 8}, {32, 64, 128, 160, 192, 208, 224, 256}),
     (ROPE, {"P": 24}, {192}),
     (ROPE, {"P": 40}, {160}),
+    (ROPE, {"P": 64}, {32, 64, 128, 256}),  # a head that reads a table may be several tiles wide
+    (ROPE, {"P": 176}, {32}),
+    (ROPE, {"P": 312}, set()),  # but not if threads address the table, as at 624 columns, three times 208
     (TURNED, {"P": 64}, {32, 64, 128, 160, 192, 208, 224, 256}),  # a vector's heads may straddle tiles
     (TURNED, {"P": 256}, {32, 64, 128, 160, 192, 208, 224, 256}),
     (TURNED, {"P": 6}, set()),
@@ -694,7 +697,8 @@ def test_tiles_hold_whole_heads_and_pairs(example: Example, sizes: dict[str, int
     assert {s.tile_n for s in schedules if kernel.admits(s, sizes)} == fitting
     words = kernel.wants(sizes)
     assert (f"heads of {2 * sizes['P']} columns" in words) if sizes else not words or "32" in words
-    assert ("whole" in words) == (example in (QK_NORM, ROPE))
+    table = example is ROPE and 2 * sizes["P"] % 32 == 0
+    assert ("whole" in words, "equal part" in words) == (example in (QK_NORM, ROPE), table)
 
 
 def test_the_deepest_program_is_lowered() -> None:

@@ -122,7 +122,7 @@ print(json.dumps(found))
 
 def test_stages_of_operands_are_counted_as_quack_does(tmp_path: Path) -> None:
     examples = [(e.program, e.sizes) for e in EXAMPLES.values()]
-    examples += [(QK_NORM.program, {"P": 64}), (ROPE.program, {"P": 16}), (ROPE.program, {"P": 40})]
+    examples += [(QK_NORM.program, {"P": 64}), *((ROPE.program, {"P": pairs}) for pairs in (16, 40, 64))]
     examples += [(program, {}) for program in (*ROOMY.values(), trace(FULL[0], *FULL[1]))]
     examples += 4 * [(EIGHT, {})]
     asked: list[tuple[str, dict[str, int], int, tuple[object, ...]]] = []

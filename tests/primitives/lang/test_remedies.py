@@ -351,8 +351,8 @@ def test_of_two_head_statistics_the_refused_one_is_named() -> None:
 @pytest.mark.parametrize("example", [QK_NORM, ROPE])
 def test_the_widths_of_heads_that_fit_are_those_with_a_tile(example: Example) -> None:
     (kernel,) = lower(example.program).gemms
-    found = {2 * pairs for pairs in range(1, 400) if candidates(kernel, {"P": pairs})}
-    assert set(kernel.fitting()) == found and max(found) == 256
+    found = {2 * pairs for pairs in range(1, 257) if candidates(kernel, {"P": pairs})}
+    assert set(kernel.fitting()) == found and max(found) == (256 if example is QK_NORM else 512)
 
 
 def test_the_contract_names_the_line_and_the_widths_that_fit(tmp_path: Path) -> None:

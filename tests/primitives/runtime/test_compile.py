@@ -188,6 +188,13 @@ def test_a_table_comes_through_tma_where_a_head_is_whole_stages() -> None:
     assert streamed.stages and streamed.stages[2] > 0 and addressed.stages and addressed.stages[2] == 0
 
 
+def test_a_head_that_reads_a_table_may_be_several_tiles_wide() -> None:
+    schedules = Schedule(64, 64, True, 2, 1), Schedule(128, 32, False, 1, 2)
+    (configurations,) = compiled(ROPE.program, schedules, P=64).values()
+    check_gemm(configurations, schedules)
+    assert all(r.stages and r.stages[2] > 0 for r in configurations)  # the table comes through TMA
+
+
 def test_the_rest_of_the_vocabulary() -> None:
     schedules = (Schedule(128, 128, True, 2, 1),)
     first, second, *vectors = compiled(WIDE, schedules, P=64, M=1).values()

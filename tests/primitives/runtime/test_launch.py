@@ -366,7 +366,8 @@ def test_statistics_of_heads_need_no_alignment():
 def test_heads_that_fit_no_tile_are_named_before_anything_is_compiled(calls, monkeypatch, tmp_path, width):
     program = kernels.QK_NORM.program
     sizes = {"M": 100, "K": 64, "H": 3, "P": width}
-    said = rf"whole heads of {2 * width} columns \(multiples of 8, or of 32 for head_sums\)"
+    least = r"\(head widths are multiples of 8; of 32 for head_sums and parts\)"
+    said = f"whole heads of {2 * width} columns {least}"
     with pytest.raises(LaunchError, match=rf"step 0: a tile of 128 columns does not hold {said}"):
         Plan(KernelSource(program, {0: Schedule()}), sizes, "cpu")
     (kernel,) = lower(program).gemms
