@@ -43,7 +43,6 @@ ERRORS: tuple[type[Exception], ...] = (
     *refusals(),
 )
 SECONDS = 150  # limit for one case; compiling takes most of the time
-ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
 
 
 class Limits(NamedTuple):
@@ -80,12 +79,14 @@ def limits(program: Program, dtype: torch.dtype) -> Limits:
 def distance(got: torch.Tensor, want: torch.Tensor, allowed: Limits) -> float:
     """Return an output's error divided by the allowed error; a value above 1 is too large. Return infinity if
     the output is not finite."""
+    got, exact = got.double(), want.double()  # torch.isfinite refuses fp8
     if not got.isfinite().all():
         return float("inf")
-    got, exact = got.double(), want.double()
     scale = max(exact.square().mean().sqrt().item(), 0.05)
     error = (got - exact).abs()
-    rounding = 1.5 * ULP[want.dtype] * exact.abs()  # one ulp is no error, because both outputs are rounded
+    steps = torch.finfo(want.dtype)
+    # One ulp is no error, because both outputs are rounded.
+    rounding = 1.5 * steps.eps * exact.abs().clamp(min=steps.smallest_normal)
     past = (error - rounding).clamp(min=0)
     most = (past / (allowed.most * scale + 1e-30)).max().item()
     mean = past.square().mean().sqrt().item() / (allowed.mean * scale)
@@ -209,7 +210,7 @@ def describe(got: torch.Tensor, want: torch.Tensor) -> str:
     error = (got.double() - want.double()).abs().nan_to_num(nan=1e30, posinf=1e30)
     at = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
     many = int((error > 0.05 * error.max()).sum())
-    nan = int((~got.isfinite()).sum())
+    nan = int((~got.double().isfinite()).sum())
     return (
         f"{list(got.shape)} {got.dtype} at {at}: {float(got[tuple(at)]):.6g} for "
         f"{float(want[tuple(at)]):.6g}; {many} of {error.numel()} elements off like that, {nan} not finite"

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from coda_agent.comparison import rows
-from coda_agent.comparison.competitors import COMPILE, EAGER, PROGRAM, REFERENCE_ARM
+from coda_agent.comparison.competitors import COMPILE, EAGER, FUSED, PROGRAM, REFERENCE_ARM
 from coda_agent.comparison.interleaved import machine
 from coda_agent.comparison.results import LAYER_BOTH
 from coda_agent.verifier.baselines.quack import OWN_TUNER
@@ -40,9 +40,9 @@ def test_an_operators_arms_sit_together() -> None:
 
 def test_a_layers_variants_sit_together() -> None:
     (row,) = rows.choose_rows((LAYER_BOTH,), ("1B",), everything=False, quick=False)
-    task, request = row.task((EAGER, COMPILE, PROGRAM), 12)
+    task, request = row.task((EAGER, COMPILE, FUSED), 12)
     found = sat(task, request)
-    assert not found["failed"] and set(found["arms"]) == {EAGER, COMPILE, PROGRAM}
+    assert not found["failed"] and set(found["arms"]) == {EAGER, COMPILE, FUSED}
     for arm in found["arms"].values():
         assert {"y", "d x", "d gate_up"} <= arm["losses"].keys()
         assert all(loss["yardsticks"] < 1.5 for loss in arm["losses"].values())
