@@ -85,11 +85,9 @@ class BudgetOptions:
 
     budget_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Limit on the run's tokens: input, output and cached."),
+        typer.Option(min=1, help="Limit on tokens: input, output and cached."),
     ] = None
-    budget_dollars: Annotated[float | None, typer.Option(min=0.0, help="Limit on the run's US dollars.")] = (
-        None
-    )
+    budget_dollars: Annotated[float | None, typer.Option(min=0.0, help="Limit on US dollars.")] = None
     budget_gpu_seconds: Annotated[
         float | None,
         typer.Option(min=0.0, help="Seconds of GPU measurement, after which no new measurement starts."),

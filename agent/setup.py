@@ -182,8 +182,6 @@ def use_gpu(gpu: bool | None) -> bool:
     import torch
 
     # lowered kernels run only on one GPU architecture
-    from coda_agent.primitives.target import TARGET
-
     there = torch.cuda.is_available() and torch.cuda.get_device_capability() == TARGET.capability
     if gpu and not there:
         raise Absent(f"{NO_H100}; leave out --gpu, or take a bundle to a machine with an H100")

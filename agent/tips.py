@@ -239,8 +239,8 @@ def _alike(tip: Tip, lesson: Lesson) -> bool:
     return words.ratio() > ALIKE or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
 
 
-def _parts(value: str, between: str = ",") -> tuple[str, ...]:
-    return tuple(part.strip() for part in value.split(between))
+def _parts(value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(","))
 
 
 def _united(name: str, old: str, new: str) -> str:

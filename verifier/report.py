@@ -227,7 +227,7 @@ class Accepted(_Measurement):
 
 
 Report = Annotated[Accepted | Checked | Rejected, Field(discriminator="status")]
-REPORT: TypeAdapter[Accepted | Checked | Rejected] = TypeAdapter(Report)
+REPORT: TypeAdapter[Report] = TypeAdapter(Report)
 Measurement = Measured | Unmeasured | Rejected
 MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field(discriminator="status")])
 
@@ -243,7 +243,7 @@ def join(checked: Checked, measured: Measured, authorship: Authorship | None) ->
     return Accepted(**fields, gates=checked.gates + measured.gates, authorship=authorship)
 
 
-def joined(report: Accepted | Checked | Rejected, found: Measurement | None) -> Accepted | Checked | Rejected:
+def joined(report: Report, found: Measurement | None) -> Report:
     """The report, joined with its measurement if there is one."""
     if found is None or not isinstance(report, Checked):
         return report

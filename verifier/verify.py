@@ -24,7 +24,7 @@ from coda_agent.primitives.runtime.compile import CROWDED
 from coda_agent.primitives.system import deadline
 from coda_agent.primitives.target import TARGET
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
-from coda_agent.verifier.report import Accepted, Checked, Gate, Identity, QuackTuned, Rejected, joined
+from coda_agent.verifier.report import Checked, Gate, Identity, QuackTuned, Rejected, Report, joined
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
@@ -40,7 +40,7 @@ MAX_STEPS = 16  # limit on the matmuls of a kernel; each is compiled and tuned s
 class Verdict(NamedTuple):
     """A report, and the program if it passed the gates that need no GPU."""
 
-    report: Accepted | Checked | Rejected
+    report: Report
     program: Program | None
 
 

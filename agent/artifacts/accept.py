@@ -84,11 +84,10 @@ def accept(
             f"{name}: program or lowered code differ from the measured ones (other versions?): measure again"
         )
     report = report.model_copy(update={"authorship": outcome.authorship})
-    texts = (outcome.source, kernel.program.to_json())
-    written = dict(zip(files(name, directory, edited=edited), texts, strict=False))
-    if not edited:
-        written[directory / f"{name}.cutedsl.py"] = lowered.text
-    evidence, run = files(name, directory, edited=edited)[-1], recording_path(name, recordings, edited=edited)
+    *paths, evidence = files(name, directory, edited=edited)
+    run = recording_path(name, recordings, edited=edited)
+    texts = (outcome.source, kernel.program.to_json(), lowered.text)
+    written = dict(zip(paths, texts, strict=not edited))  # an edit is its own lowered text
     # a replayed run already has its recording
     if not journal.header.get("replays"):
         written[run] = recorded(journal)
@@ -99,7 +98,7 @@ def accept(
         place = error.filename or directory  # the error of a failed write does not name a file
         remedy = "free disk space" if error.errno in FULL else "make it writable"
         raise Refused(f"{place}: {error.strerror}; {remedy} and accept again") from None
-    return [*(path for path in written if path not in (evidence, run)), evidence, run]
+    return [*paths, evidence, run]
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent
 
 FORMAT = 1
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T", "Bundle", "BundleResults")
 
 
 class _File(BaseModel):
@@ -120,7 +120,7 @@ def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundl
 
 def _entry(name: str, progress: Progress) -> PackedKernel:
     run = runs.reopen(name)
-    try:
+    with run.journal:
         if "proposes" in run.journal.header:
             raise InvalidInput(
                 f"run {run.name} writes a primitive, so it cannot be bundled: copy its folder to the "
@@ -146,8 +146,6 @@ def _entry(name: str, progress: Progress) -> PackedKernel:
             raw=kernel.edited or "",
             objects=_objects(run.spec, kernel, kept, progress) if kernel.edited else {},
         )
-    finally:
-        run.journal.close()
 
 
 def _objects(
@@ -222,7 +220,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
                 f"{first_fault(error)}; measure again"
             ) from None
         run = runs.reopen(result.run)
-        try:
+        with run.journal:
             recorded = RunView(run.journal.events()).attempts.get(result.attempt)
             report = recorded.checked if recorded else None
             named = [result.identity]
@@ -242,8 +240,6 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
                     f"{path}: run {result.run}, attempt {result.attempt} already has a different "
                     "measurement, which stays: to measure again, start a new run"
                 )
-        finally:
-            run.journal.close()
         taken.append((run.name, measurement))
     return taken
 
@@ -272,7 +268,7 @@ def _read(path: Path, kind: type[T]) -> T:
         raise InvalidInput(
             f"{path}: this is not a {name} file of coda-agent: {words}; make it again"
         ) from None
-    version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
+    version = found.coda_agent_bundle if isinstance(found, Bundle) else found.coda_agent_results
     if version != FORMAT:
         raise InvalidInput(f"{path}: format {version}, but this version reads {FORMAT}; make it again")
     return found

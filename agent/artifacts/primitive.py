@@ -28,7 +28,8 @@ from coda_agent.primitives.system.files import ROOT, write_atomic
 from coda_agent.verifier.proposals import proposal as proposing
 from coda_agent.verifier.proposals.proposal import Proposal
 from coda_agent.verifier.report import Accepted, Checked, Rejected
-from coda_agent.verifier.spec.file import SpecError
+from coda_agent.verifier.spec.file import SpecError, of_text
+from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.run.loop import Outcome
@@ -92,17 +93,14 @@ def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
     """Start a run that writes the primitive proposed at ``path``, or a run that replays a recording. For a
     replay, the vocabulary may already contain the primitive. If the proposal is invalid, raise SpecError or
     InvalidInput and start no run."""
+    from coda_agent.verifier.numerics.trial import check_reference
+
     merged = "replays" in options and path.stem in OPERATIONS
     made = proposing.load(path, new=not merged)
     if made.name != path.stem:
         raise InvalidInput(f"{path} proposes {made.name!r}: name the file {made.name}.yaml")
-    with TemporaryDirectory() as folder:
-        frame = Path(folder) / f"{made.name}.yaml"
-        frame.write_text(made.frame, encoding="utf-8")
-        return runs.start(frame, {**options, PROPOSES: path.read_text(encoding="utf-8")})
-
-
-# Authoring
+    spec = of_text(Path(f"{made.name}.yaml"), made.frame, Spec, check_reference)
+    return runs.create(spec, made.frame, {**options, PROPOSES: path.read_text(encoding="utf-8")})
 
 
 # Merging
@@ -128,12 +126,10 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
     if name in OPERATIONS:
         raise InvalidInput(f"primitives already has {name!r}: nothing to merge")
     run = runs.reopen(latest(name))
-    try:
+    with run.journal:
         outcome = loop.result_of(run.journal, run.spec)
         text = str(run.journal.header[PROPOSES])
         recording = "" if "replays" in run.journal.header else accept.recorded(run.journal)
-    finally:
-        run.journal.close()
     if outcome is None or isinstance(outcome.report, Rejected):
         raise InvalidInput(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
     if not _computed(outcome.report):

@@ -11,12 +11,12 @@ from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
-    from coda_agent.verifier.report import Accepted, Checked, Rejected
+    from coda_agent.verifier.report import Report
 
 OK, REJECTED, USAGE, ABSENT, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
-def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") -> None:
+def finish(report: Report, as_json: bool, run: str = "") -> None:
     """Print a report and the next command for ``run``, then exit: with status 1 if the kernel was rejected,
     otherwise with 0."""
     from coda_agent.agent.reporting import render

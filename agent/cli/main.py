@@ -217,14 +217,12 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
             f"run coda-agent accept {run} in one, with CODA_AGENT_RUNS={runs.runs_dir()}"
         )
     shown = shown or setup.run_result(run)
-    opened = runs.reopen(run)  # from here on, no other process can change the run
-    try:
+    opened = runs.reopen(run)
+    with opened.journal:  # no other process can change the run meanwhile
         outcome = loop.result_of(opened.journal, opened.spec)
         if outcome is None or (outcome.source, outcome.report) != (shown.source, shown.report):
             raise Refused(f"run {run} changed while you read it; review it again: coda-agent review {run}")
         paths = accepting.accept(outcome, opened.journal, looked=looked)
-    finally:
-        opened.journal.close()
     for path in paths:
         echo(os.path.relpath(path))
     if commit:

@@ -36,7 +36,7 @@ from coda_agent.agent.run.task import Measure
 from coda_agent.agent.storage.kernel_files import is_there
 from coda_agent.primitives.errors import Absent, CodaError
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.report import Accepted, Checked, Rejected
+from coda_agent.verifier.report import Accepted, Checked, Rejected, Report
 from coda_agent.verifier.spec.file import SpecError
 
 AUTHOR_LENGTH = 80
@@ -210,7 +210,7 @@ class Progress:
 
     def attempt(self, number: int, limit: int) -> None: ...
     def text(self, words: str) -> None: ...
-    def report(self, number: int, report: Accepted | Checked | Rejected) -> None: ...
+    def report(self, number: int, report: Report) -> None: ...
     def tool(self, name: str, words: str) -> None: ...
     def spent(self, spent: Spent) -> None: ...
 
@@ -261,7 +261,7 @@ def _verdict_text(run: runs.Run, outcome: Outcome) -> str:
     return f"{_report_text(run.name, outcome.report)}\n\nAttempts left: {left}."
 
 
-def _report_text(run: str, report: Accepted | Checked | Rejected) -> str:
+def _report_text(run: str, report: Report) -> str:
     """The verifier's message, and what to do next."""
     if isinstance(report, Rejected):
         return prompt.rejection(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -178,15 +178,11 @@ def _pool(
     """Open a pool of slots (cores and GPUs) of ``executor(ray, gpu)``, and close the pool after the block."""
     from coda_agent.agent.fleet.pool import Pool
 
-    slots = executor(ray, gpu, cores=cores)
-    try:
-        pool = Pool(slots, record, left_out or {}, kind)
-        try:
-            yield pool
-        finally:
-            pool.close()
-    finally:
-        slots.close()
+    with (
+        closing(executor(ray, gpu, cores=cores)) as slots,
+        closing(Pool(slots, record, left_out or {}, kind)) as pool,
+    ):
+        yield pool
 
 
 def spreads(ray: str | None) -> bool:
@@ -266,8 +262,10 @@ def _watch(driver: Driver, threads: Sequence[Any], names: Sequence[str], console
     readings = {name: Reading(name) for name in names}
     if not console.is_terminal:
         told: set[str] = set()
-        while any(thread.is_alive() for thread in threads):
+        alive = True
+        while alive:
             time.sleep(TICK)
+            alive = any(thread.is_alive() for thread in threads)
             for words in driver.news():
                 if words not in told:
                     told.add(words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,7 @@ import typer
 
 from coda_agent.agent import arguments, providers
 from coda_agent.agent import tips as log
+from coda_agent.agent.cli import exit_codes
 from coda_agent.agent.options import AuthoringOptions, BudgetOptions, WeakJail, grouped, typed_options
 from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.agent.tips import Added, Lesson, Tip, TipsError
@@ -25,32 +26,7 @@ tips = typer.Typer(
     rich_markup_mode=None, help="List the tips that prompts read; propose, accept, retire and measure them."
 )
 
-REFUSED = 1
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as tip-3.")]
-
-
-@dataclass(frozen=True)
-class Total(BudgetOptions):
-    """The limits of a whole measurement. Each run gets an equal part of each limit. If a run spends less than
-    its part, no other run gets the difference."""
-
-    budget_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens for all runs together; each gets an equal part."),
-    ] = None
-    budget_dollars: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="US dollars for all runs together; each gets an equal part."),
-    ] = None
-    budget_gpu_seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, help="Seconds of GPU measurement for all runs together; each gets an equal part."
-        ),
-    ] = None
-    budget_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds for this command; each run gets a part.")
-    ] = None
 
 
 @tips.callback(invoke_without_command=True)
@@ -90,13 +66,13 @@ def propose(
     found = learned(run)
     # ask the person for lessons, and check them, before the log changes
     given = _ask_lessons(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
-    refused = 0
+    refused = exit_codes.OK
     for told in found.told:
         try:
             _say(log.add(told.failure.teaches(told.lesson), log.TIPS))
         except TipsError as error:
             echo(f"refused a tip that the author proposed: {error}", err=True)
-            refused = REFUSED
+            refused = exit_codes.REJECTED
     for words in given:
         _say(log.add(words, log.TIPS))
     if not found.told and not found.failures:
@@ -122,7 +98,7 @@ def measure(
     ids: Ids,
     specs: Annotated[list[Path], typer.Option(metavar="SPEC", help="A spec to author. May be repeated.")],
     authoring: AuthoringOptions,
-    budget: Total,
+    budget: BudgetOptions,
     runs: Annotated[
         int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and as many without it.")
     ] = 5,
@@ -135,8 +111,9 @@ def measure(
     ] = False,
 ) -> None:
     """Author specs with a tip and without it, and record how much the tip helps. A second call continues an
-    interrupted one; with more --runs and larger budgets, it adds runs. --provider replay is refused: a
-    recording answers the same with and without a tip."""
+    interrupted one; with more --runs and larger budgets, it adds runs. A budget is for all runs together, and
+    each run gets an equal part of it. --provider replay is refused: a recording answers the same with and
+    without a tip."""
     from coda_agent.agent import setup
     from coda_agent.agent.learning import trials
     from coda_agent.agent.learning.watch import QuietView

@@ -33,15 +33,15 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
-from coda_agent.verifier.gates import Progress, identity, silent
+from coda_agent.verifier.gates import Progress, identity
 from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.report import (
     MEASUREMENT,
-    Accepted,
     Checked,
     Gate,
     Measurement,
     Rejected,
+    Report,
     Unmeasured,
 )
 from coda_agent.verifier.spec.model import Spec
@@ -191,20 +191,22 @@ class _OnSlots:
         spec: Spec,
         source: str,
         *,
-        schedules: Mapping[int, Schedule] | None = None,
-        weak_jail: bool = False,
-        progress: Progress = silent,
+        schedules: Mapping[int, Schedule],
+        weak_jail: bool,
+        progress: Progress,
     ) -> Verdict:
         """Run the gates that need no GPU. First a slot examines the source. Then a slot compiles the source's
         program, if this sweep has not yet compiled the same program."""
         pool, name = self.driver.pool, self.run.name
         asked = {"spec": self.run.text, "source": source, "weak_jail": weak_jail}
-        asked |= {"schedules": {str(step): s.to_json() for step, s in (schedules or {}).items()}}
+        asked |= {"schedules": {str(step): s.to_json() for step, s in schedules.items()}}
+        gates: tuple[Gate, ...] = ()
         try:
             found = pool.run(f"{name} check", pieces.examine, asked, patience=SILENCE, progress=progress)
             if "rejected" in found:
                 return Verdict(Rejected.model_validate(found["rejected"]), None)
             program = Program.from_json(found["program"], spec.signature())
+            gates = tuple(map(Gate.model_validate, found["gates"]))
 
             def compiled() -> dict[str, Any]:
                 wanted = {"spec": self.run.text, **found}
@@ -219,8 +221,9 @@ class _OnSlots:
         except _Refused as refused:
             return Verdict(refused.report, None)
         except Lost as lost:
-            return Verdict(Rejected(gate="compile", code=lost.code, message=lost.message), None)
-        gates = tuple(map(Gate.model_validate, (*found["gates"], made["gate"])))
+            gate = "compile" if gates else "interpret"
+            return Verdict(Rejected(gate=gate, code=lost.code, message=lost.message, gates=gates), None)
+        gates += (Gate.model_validate(made["gate"]),)
         own = identity(spec, KernelSource(program))
         report = Checked(identity=own, gates=gates, unmeasured=UNMEASURED)
         return Verdict(report, program)
@@ -324,7 +327,7 @@ class _Listener:
     def gate(self, name: str, words: str) -> None:
         self.now[self.run] = f"{name} {words}"
 
-    def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
+    def report(self, number: int, report: Report) -> None:
         self.now[self.run] = f"attempt {number} {report.status}"
 
     def tool(self, name: str, words: str) -> None:

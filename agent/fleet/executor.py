@@ -13,17 +13,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.system import subprocesses
+from coda_agent.primitives.system.files import ROOT
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.gpu.visible import Gpu, visible_gpus
 from coda_agent.verifier.gpu.worker import Task, Worker
 
 CPU = "CPU"  # the kind of a slot without a GPU; a GPU slot's kind is the GPU's name
-ROOT = Path(__file__).absolute().parents[2]
+PACKAGES = ("agent", "comparison", "fused", "primitives", "verifier")  # all that a slot may run
 AHEAD = {  # modules that a slot's worker imports early; the key is True for a slot without a GPU
     True: ("coda_agent.agent.fleet.pieces", "coda_agent.verifier.verify", "torch"),
     False: ("coda_agent.agent.fleet.pieces", "coda_agent.agent.artifacts.bundle"),
@@ -135,7 +135,7 @@ def _own_hash() -> str:
     if given := os.environ.get("CODA_AGENT_VERSION"):
         return given
     hashed = hashlib.sha256()
-    for package in ("primitives", "verifier", "agent"):
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             hashed.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return hashed.hexdigest()[:16]

@@ -170,7 +170,6 @@ class _Node:
     gpus: int
     porter: Any
     answer: Any
-    since: float = field(default_factory=time.monotonic)
     joined: bool = False
     waiting: list[tuple[RaySlot, Any]] = field(
         default_factory=list

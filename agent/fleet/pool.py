@@ -131,15 +131,17 @@ class Pool:
         """Run a piece on a core. The piece starts over if its slot is lost. If the piece's process dies or
         hangs, the piece starts over once, because the machine may be the cause. Raises Lost if the piece
         hangs twice, and GivenUp if the piece fails twice in another way."""
-        for lost in range(LOSSES):
+        hung = False
+        for _ in range(LOSSES):
             try:
                 with self.lease(False, piece) as slot:
                     return slot.run(task, argument, patience=patience, progress=progress)
             except (SlotLost, Suspect):
                 continue
             except Lost:
-                if lost:
+                if hung:
                     raise
+                hung = True
         raise GivenUp(
             f"{piece}: {LOSSES} slots were lost while they ran it; check their nodes, and resume the sweep"
         )

@@ -41,10 +41,6 @@ class Sweep:
     _began: float = field(default_factory=time.monotonic)
 
     @property
-    def directory(self) -> Path:
-        return runs.runs_dir() / self.name
-
-    @property
     def header(self) -> Mapping[str, Any]:
         return self.journal.header
 

@@ -18,7 +18,7 @@ from coda_agent.agent.storage.journal import Event
 from coda_agent.agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
 from coda_agent.verifier.decision import NO_FASTER
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.report import GATES, REPORT, Accepted, Checked, Rejected
+from coda_agent.verifier.report import REPORT, Accepted, Rejected, Report
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 SOURCES = ("report", "draft")  # kinds of events that judge a source
@@ -92,9 +92,6 @@ def learned(name: str) -> RunLessons:
     return RunLessons(directory.name, failures, told)
 
 
-Report = Accepted | Checked | Rejected
-
-
 def _judged_sources(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
     """The reports of drafts and attempts with their sources, in order. An attempt's report includes its
     measurement."""
@@ -138,8 +135,6 @@ def _failures(
 
 def _passed(report: Report, gate: str) -> bool:
     """Whether a source passed a gate. A source that did not reach the gate did not pass it."""
-    if isinstance(report, Rejected) and {gate, report.gate} <= set(GATES):
-        return GATES.index(report.gate) > GATES.index(gate)
     return any(passed.gate == gate for passed in report.gates)
 
 

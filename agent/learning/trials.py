@@ -58,13 +58,8 @@ class TipMeasurement:
     """The result of measuring a tip. ``first`` counts the runs that passed at the first attempt, and decides
     the verdict. ``within`` counts the runs that passed at any attempt within the limit."""
 
-    tip: str
     first: Effect
     within: Effect
-
-    @property
-    def verdict(self) -> str:
-        return self.first.verdict
 
     def __str__(self) -> str:
         return f"{self.first} on the first attempt; within the limit {self.within}"
@@ -96,7 +91,7 @@ def measure(
     total = repeats * len(specs)
     first = {arm: sum(n == 1 for n in found) for arm, found in needed.items()}
     within = {arm: sum(n is not None for n in found) for arm, found in needed.items()}
-    return TipMeasurement(tip.id, *(Effect(passed[True], passed[False], total) for passed in (first, within)))
+    return TipMeasurement(*(Effect(passed[True], passed[False], total) for passed in (first, within)))
 
 
 def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:

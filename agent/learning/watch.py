@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 from rich.console import Console
 from rich.text import Text
 
 from coda_agent.agent.run.budget import Spent
-from coda_agent.verifier.report import Accepted, Checked, Rejected
+from coda_agent.verifier.report import Report
 
 
 class QuietView:
@@ -20,13 +18,14 @@ class QuietView:
         self._attempt = self._words = ""
 
     def __enter__(self) -> QuietView:
-        with ExitStack() as stack:
-            self._status = stack.enter_context(self.console.status("")) if self.console.is_terminal else None
-            self._shown = stack.pop_all()
+        self._status = self.console.status("") if self.console.is_terminal else None
+        if self._status:
+            self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._shown.close()
+        if self._status:
+            self._status.stop()
 
     def attempt(self, number: int, limit: int) -> None:
         self._attempt = f"attempt {number} of at most {limit}"
@@ -40,7 +39,7 @@ class QuietView:
     def gate(self, name: str, words: str) -> None:
         self._now(f"{name} {words}")
 
-    def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
+    def report(self, number: int, report: Report) -> None:
         self._now(report.status)
 
     def tool(self, name: str, words: str) -> None:

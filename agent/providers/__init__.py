@@ -20,26 +20,6 @@ from coda_agent.primitives.errors import Absent, Refused
 if TYPE_CHECKING:
     from coda_agent.agent.providers.spec import Auto, ProviderSpec
 
-__all__ = [
-    "FREE",
-    "ToolCall",
-    "Charge",
-    "Message",
-    "Meter",
-    "OnText",
-    "OutOfBudget",
-    "Provider",
-    "ProviderError",
-    "Question",
-    "Tool",
-    "Turn",
-    "Usage",
-    "automatic",
-    "make",
-    "provider_spec",
-    "specs",
-    "used_by",
-]
 
 OnText = Callable[[str], None]
 
@@ -203,8 +183,6 @@ class Question:
 
 class Provider(Protocol):
     """The interface through which the loop asks for turns."""
-
-    name: str
 
     def next_turn(self, question: Question) -> Turn:
         """The next turn. Raises ProviderError if there is no complete turn."""

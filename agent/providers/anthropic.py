@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.finding import Finding
 from coda_agent.agent.providers import (
@@ -53,7 +53,6 @@ ANSWER_TIME = 1800.0  # seconds for an answer of up to DEFAULT_MAX_TOKENS; longe
 
 CACHED = {"type": "ephemeral"}
 ASIDE = 15.0  # time limit, in seconds, of requests that count tokens or describe the model
-Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 # The errors that the SDK's parser raises for a malformed stream. They have no common base class.
 _MALFORMED = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
@@ -64,22 +63,17 @@ class Anthropic:
     and the conversation are cached.
 
     `model` defaults to the environment's CODA_AGENT_MODEL, or else to DEFAULT_MODEL. `max_tokens` limits one
-    answer, including thinking. `effort` and `thinking=False` are for models that accept these settings.
-    `api_key` defaults to the environment's ANTHROPIC_API_KEY. `timeout`: a stream counts as stalled after
-    this many seconds of silence. `answer_time`: the limit on the seconds of a whole answer. `patience`: how
-    long to retry after transient faults.
+    answer, including thinking. `api_key` defaults to the environment's ANTHROPIC_API_KEY. `timeout`: a stream
+    counts as stalled after this many seconds of silence. `answer_time`: the limit on the seconds of a whole
+    answer. `patience`: how long to retry after transient faults.
     Raises ProviderError if there is no key.
     """
-
-    name = "anthropic"
 
     def __init__(
         self,
         *,
         model: str | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
-        effort: Effort | None = None,
-        thinking: bool = True,
         api_key: str | None = None,
         base_url: str | None = None,
         timeout: float = 300.0,
@@ -92,9 +86,7 @@ class Anthropic:
         self._scrub = Scrub(key)
         self.model = model or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
         self._max_tokens = max_tokens
-        self._optional: dict[str, Any] = {"thinking": {"type": "adaptive"}} if thinking else {}
-        if effort:
-            self._optional["output_config"] = {"effort": effort}
+        self._optional: dict[str, Any] = {"thinking": {"type": "adaptive"}}
         self._learned = False
         self._remarked = False
         self._timeout = timeout
@@ -369,7 +361,7 @@ def _check() -> Finding:
 
 
 SPEC = ProviderSpec(
-    name=Anthropic.name,
+    name="anthropic",
     make=Anthropic,
     arguments=lambda header, run: {"model": header["model"], "max_tokens": header.get("max_tokens")},
     options=("--model", "--max-tokens"),

@@ -88,8 +88,6 @@ class ClaudeCode:
     its default model. `max_tokens` and `time_limit` (seconds) limit one answer, including thinking.
     `patience` limits retries. Raises ProviderError if the command is not installed."""
 
-    name = "claude-code"
-
     def __init__(
         self,
         *,
@@ -376,7 +374,7 @@ def _objection(model: str | None) -> str:
 
 
 SPEC = ProviderSpec(
-    name=ClaudeCode.name,
+    name="claude-code",
     make=ClaudeCode,
     arguments=lambda header, run: {
         "model": header["model"],

@@ -40,8 +40,6 @@ class Handoff:
     answer without END that looks unfinished. `poll`: the time between two looks at the file.
     """
 
-    name = "handoff"
-
     def __init__(
         self,
         directory: str | Path | None = None,
@@ -241,7 +239,7 @@ def _render(question: Question) -> str:
 
 
 SPEC = ProviderSpec(
-    name=Handoff.name,
+    name="handoff",
     make=Handoff,
     arguments=lambda header, run: {
         "directory": header["directory"],

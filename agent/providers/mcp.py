@@ -18,7 +18,6 @@ class Submission:
     answer: str = ""
     author: str = NAME
     taken: bool = False
-    name: str = NAME
 
     def next_turn(self, question: Question) -> Turn:
         """Return the answer. Its cost counts as zero, because only the client knows the cost. Raises

@@ -18,8 +18,6 @@ class Replay:
     answers.
     """
 
-    name = "replay"
-
     def __init__(self, path: str | Path):
         from coda_agent.agent.storage.record import read_recording
 
@@ -63,7 +61,7 @@ def _no_recording(run: RunContext) -> str:
 
 
 SPEC = ProviderSpec(
-    name=Replay.name,
+    name="replay",
     make=Replay,
     arguments=lambda header, run: {"path": run.recording},
     header=_header,

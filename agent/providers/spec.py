@@ -15,8 +15,6 @@ from typing import Any
 from coda_agent.agent.finding import Finding
 from coda_agent.agent.providers import Provider
 
-__all__ = ["Auto", "ProviderSpec", "RunContext"]
-
 
 @dataclass(frozen=True)
 class RunContext:

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "Mark",
-    "bars",
-    "duration",
-    "element",
-    "image",
-    "number",
-    "shortened",
-    "styled",
-    "timeline",
-    "unavailable",
-]
 
 LONG = 600.0  # seconds; a longer wait is drawn this long, so that all other bars stay visible
 LEAST = 0.003  # width of the narrowest bar, as a fraction of the timeline

@@ -23,8 +23,6 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.decision import BASELINE
 from coda_agent.verifier.report import CANDIDATE
 
-__all__ = ["as_dict", "members", "write"]
-
 
 def members(given: Sequence[str]) -> list[str]:
     """Return the names of the runs to compare, without duplicates. A single name stands for its whole group

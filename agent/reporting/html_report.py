@@ -16,12 +16,13 @@ from coda_agent.agent.prompts.markdown_fences import PYTHON, blocks
 from coda_agent.agent.providers import Turn, Usage
 from coda_agent.agent.reporting import pages
 from coda_agent.agent.reporting.charts import Mark, bars, duration, number, timeline, unavailable
-from coda_agent.agent.reporting.render import figures, interval, rivals
+from coda_agent.agent.reporting.render import figures, interval, not_run, rivals
 from coda_agent.agent.reporting.rounds import HEADINGS, cells, rounds
-from coda_agent.agent.run.run_summary import KINDS, Account, Attempt, CheckedDraft, Step, Verdict, read
+from coda_agent.agent.run.run_summary import KINDS, Account, Attempt, Step, read
 from coda_agent.agent.run.runs import folder
+from coda_agent.agent.run.view import Judged
 from coda_agent.primitives.system.files import write_atomic
-from coda_agent.verifier.report import GATES, Accepted, Checked, Rejected, Timing
+from coda_agent.verifier.report import Accepted, Checked, Rejected, Report, Timing
 
 
 def write(name: str, out: Path | None = None) -> Path:
@@ -140,7 +141,7 @@ def _attempt(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
     }
 
 
-def _draft(draft: CheckedDraft) -> dict[str, Any]:
+def _draft(draft: Judged) -> dict[str, Any]:
     report = draft.report
     why = f" at {report.gate}: {report.code}" if isinstance(report, Rejected) else ""
     return {
@@ -167,7 +168,7 @@ def _prose(turn: Turn) -> str:
     return words.strip()
 
 
-def _verdict(report: Verdict, source: str) -> dict[str, Any]:
+def _verdict(report: Report, source: str) -> dict[str, Any]:
     found: dict[str, Any] = {"gates": _gates(report), "unmeasured": None, "message": None, "evidence": None}
     if isinstance(report, Checked):
         found["unmeasured"] = report.unmeasured
@@ -180,7 +181,7 @@ def _verdict(report: Verdict, source: str) -> dict[str, Any]:
     return found
 
 
-def _gates(report: Verdict) -> list[tuple[str, str, str, str]]:
+def _gates(report: Report) -> list[tuple[str, str, str, str]]:
     passed = pages.macro("span", "passed", "passed")
     rows: list[tuple[str, str, str, str]] = [
         (g.gate, passed, f"{g.seconds:.2f}", "\n".join([figures(g), *g.findings])) for g in report.gates
@@ -188,8 +189,7 @@ def _gates(report: Verdict) -> list[tuple[str, str, str, str]]:
     if isinstance(report, Rejected):
         rows.append((report.gate, pages.macro("span", "rejected", "rejected"), "", report.code))
     if isinstance(report, Checked):
-        done = {gate.gate for gate in report.gates}
-        rows += [(name, pages.macro("span", "not run", "dim"), "", "") for name in GATES if name not in done]
+        rows += [(name, pages.macro("span", "not run", "dim"), "", "") for name in not_run(report)]
     return rows
 
 

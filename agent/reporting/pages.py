@@ -11,8 +11,6 @@ from markupsafe import Markup
 
 from coda_agent.agent.terminal.safe_text import visible
 
-__all__ = ["macro", "page"]
-
 
 def page(template: str, **values: object) -> str:
     """Render a whole page as one self-contained file."""

@@ -16,7 +16,7 @@ from rich.text import Text
 from coda_agent.agent.run import history
 from coda_agent.agent.run.budget import Spent
 from coda_agent.agent.terminal.console import STYLE
-from coda_agent.verifier.report import Accepted, Checked, Rejected
+from coda_agent.verifier.report import Rejected, Report
 
 TICK = 0.25  # seconds between reads of a journal
 REJECTED = "in parentheses: measured, but not accepted"
@@ -107,7 +107,7 @@ class LiveView:
         if rejected or not self._live and words.endswith("passed"):
             self.console.print(Text(f"  {name:10} {words}"))
 
-    def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
+    def report(self, number: int, report: Report) -> None:
         self.console.print(Text(f"attempt {number}: {report.status}", style=STYLE[report.status]))
         if isinstance(report, Rejected):
             self.console.print(Text(f"  {report.gate}/{report.code}: {report.place}{report.message}"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import NormalDist
 
-__all__ = ["Difference", "difference", "wilson"]
-
 
 def wilson(passed: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of the proportion p = passed / total (total >= 1). With n = total and the

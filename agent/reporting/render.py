@@ -22,6 +22,7 @@ from coda_agent.verifier.report import (
     Identity,
     Ratio,
     Rejected,
+    Report,
     Timing,
 )
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.loop import Outcome
 
 
-def gates(report: Accepted | Checked | Rejected) -> Table:
+def gates(report: Report) -> Table:
     """A table of all gates, with the time and the figures of each gate."""
     table = Table(title="Gates", title_justify="left")
     for heading in ("gate", "result", "seconds", "figures"):
@@ -40,12 +41,17 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
         table.add_row(gate.gate, Text("passed", "green"), f"{gate.seconds:.2f}", words)
     if isinstance(report, Rejected):
         table.add_row(report.gate, Text("rejected", "red"), "", report.code)
-    passed = {g.gate for g in report.gates}
     if isinstance(report, Checked):
-        for name in PRIMITIVE_GATES if "form" in passed else RAW_GATES if report.identity.raw else GATES:
-            if name not in passed:
-                table.add_row(name, Text("not run", "dim"), "", Text("needs an H100", "dim"))
+        for name in not_run(report):
+            table.add_row(name, Text("not run", "dim"), "", Text("needs an H100", "dim"))
     return table
+
+
+def not_run(report: Checked) -> list[str]:
+    """The gates that a checked kernel, edit or primitive has not yet run."""
+    passed = {gate.gate for gate in report.gates}
+    every = PRIMITIVE_GATES if "form" in passed else RAW_GATES if report.identity.raw else GATES
+    return [name for name in every if name not in passed]
 
 
 def figures(gate: Gate) -> str:
@@ -165,7 +171,7 @@ def _sees(t: Timing) -> str:
     return f"{max(least):.1%}" if least else ""
 
 
-def summary(report: Accepted | Checked | Rejected) -> Text:
+def summary(report: Report) -> Text:
     """The verdict in one line."""
     if isinstance(report, Accepted):
         return Text(f"accepted: {_identity(report.identity)}", "bold green")
@@ -190,7 +196,7 @@ def credits(outcome: Outcome) -> str:
     return f"written by {a.author} in {a.attempts} attempt(s), run {a.run}; {spent}"
 
 
-def show(console: Console, report: Accepted | Checked | Rejected) -> None:
+def show(console: Console, report: Report) -> None:
     """Print the whole report."""
     console.print(gates(report))
     if isinstance(report, Accepted):

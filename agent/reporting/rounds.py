@@ -13,8 +13,6 @@ from coda_agent.agent.storage.journal import Event
 from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.report import Ratio, Rejected
 
-__all__ = ["HEADINGS", "Round", "cells", "rounds"]
-
 HEADINGS = ("attempt", "round", "outcome", "tokens", "dollars", "GPU s", "drafts", f"speed over {KEPT}")
 # An event of these kinds belongs to the attempt of the next report; a report belongs to its own attempt. Any
 # other event, such as a measurement, belongs to the attempt of the previous report.

@@ -36,8 +36,6 @@ from coda_agent.primitives.system.markdown_table import filled, markdown_table, 
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.report import Accepted
 
-__all__ = ["InvalidInput", "Tables", "read", "success", "write"]
-
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 TRIES = (1, 3)
 HOST_GOAL = 5.0  # a call's host time may exceed that of cuBLAS's bare matmuls by this many microseconds

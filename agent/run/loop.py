@@ -36,6 +36,7 @@ from coda_agent.verifier.report import (
     Checked,
     Measurement,
     Rejected,
+    Report,
     Unmeasured,
     joined,
 )
@@ -59,7 +60,7 @@ class Listener(Protocol):
     def attempt(self, number: int, limit: int) -> None: ...
     def text(self, words: str) -> None: ...
     def gate(self, name: str, words: str) -> None: ...
-    def report(self, number: int, report: Accepted | Checked | Rejected) -> None: ...
+    def report(self, number: int, report: Report) -> None: ...
     def tool(self, name: str, words: str) -> None: ...
     def spent(self, spent: Spent) -> None: ...
 
@@ -69,7 +70,7 @@ class Outcome:
     """The current result of a run: a report, the judged source, the kernel (if the source could be traced),
     and the usage so far. ``stopped``: why the run ended early; "" if the run did not end early."""
 
-    report: Accepted | Checked | Rejected
+    report: Report
     source: str
     kernel: KernelSource | None
     authorship: Authorship

@@ -19,20 +19,11 @@ from coda_agent.agent.run.view import Judged, RunView
 from coda_agent.agent.storage import record
 from coda_agent.agent.storage.journal import Event
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing
+from coda_agent.verifier.report import Report, Timing
 from coda_agent.verifier.spec.file import SpecError
 
 # a summary also lists events of other kinds, but assigns them to no attempt
 KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")
-Verdict = Accepted | Checked | Rejected
-
-
-@dataclass(frozen=True)
-class CheckedDraft:
-    """A draft that an author checked before answering."""
-
-    source: str
-    report: Verdict
 
 
 @dataclass(frozen=True)
@@ -45,9 +36,9 @@ class Attempt:
 
     number: int
     turns: tuple[Turn, ...]
-    drafts: tuple[CheckedDraft, ...]
+    drafts: tuple[Judged, ...]
     source: str
-    report: Verdict | None
+    report: Report | None
     timings: tuple[Timing, ...]
     voids: tuple[str, ...]
 
@@ -143,13 +134,9 @@ def _attempt(judged: Mapping[str, Judged], number: int, own: Sequence[Event]) ->
     return Attempt(
         number=number,
         turns=turns,
-        drafts=tuple(_draft(e.payload) for e in own if e.kind == "draft"),
+        drafts=tuple(Judged(0, e.payload) for e in own if e.kind == "draft"),
         source=source,
         report=report,
         timings=record.timings_of(report),
         voids=tuple(str(e.payload["reason"]) for e in own if e.kind == "void"),
     )
-
-
-def _draft(payload: Mapping[str, Any]) -> CheckedDraft:
-    return CheckedDraft(payload["source"], REPORT.validate_python(payload["report"]))

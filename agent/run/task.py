@@ -3,7 +3,7 @@ GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,20 +31,6 @@ class Measure(Protocol):
     def __call__(
         self, spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
     ) -> Measurement: ...
-
-
-class Check(Protocol):
-    """A function that runs the gates that need no GPU, as ``verifier.verify.check`` does."""
-
-    def __call__(
-        self,
-        spec: Spec,
-        source: str,
-        *,
-        schedules: Mapping[int, Schedule] | None = None,
-        weak_jail: bool = False,
-        progress: Progress = ...,
-    ) -> verify.Verdict: ...
 
 
 class Task(Protocol):
@@ -82,7 +68,7 @@ class AuthoringTask:
     tips: Sequence[Tip] | None = None
     weak_jail: bool = False
     derived: Program | None = None
-    elsewhere: Check | None = None
+    elsewhere: Callable[..., verify.Verdict] | None = None
     edits = False
 
     def opening(self) -> prompt.Prompt:

@@ -15,15 +15,11 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.report import (
     MEASUREMENT,
     REPORT,
-    Accepted,
-    Checked,
     Measurement,
-    Rejected,
+    Report,
     joined,
 )
 from coda_agent.verifier.spec.model import Spec
-
-Report = Accepted | Checked | Rejected
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,6 @@ from coda_agent.primitives.lang.signature import DTYPES, INDICES, READABLE, VALU
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.spec.rules import missing_static
 
-__all__ = ["ScaffoldOptions", "ScaffoldError", "new"]
-
 ROWS, DECODED, RAGGED = 16384, 128, 1000
 WIDTH, HEADS, RAGGED_HEADS = 4096, 32, 13
 
@@ -87,7 +85,7 @@ def _drafted(name: str, function: Function, options: ScaffoldOptions) -> SpecDra
     if not dims:
         raise ScaffoldError(f"{place}: no shape names a dim; give the first input a shape such as M,K")
     for n, size in function.sizes.items():
-        if n not in dims and size.value is None:
+        if n not in dims and size is None:
             message = f"parameter {n} has no value, and no shape names it as a dim"
             raise ScaffoldError(f"{place}: {message}; name it in a shape, or give it a default")
     static = tuple(n for n in function.sizes if n in dims)
@@ -207,9 +205,8 @@ def _measured_sizes(draft: SpecDraft, options: ScaffoldOptions) -> dict[str, int
     rows, heads = draft.rows(), draft.heads()
     sizes = {}
     for dim, description in draft.dims.items():
-        parameter = draft.function.sizes.get(dim)
         usual = ROWS if dim in rows else HEADS if dim in heads else WIDTH
-        default = str((parameter.value or (64 if dim in draft.static else usual)) if parameter else usual)
+        default = str(draft.function.sizes.get(dim) or (64 if dim in draft.static else usual))
         question = f"{dim} ({description}): size in the timed case"
         sizes[dim] = _answer(options, "dim", dim, question, default, _size)
     return sizes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.scaffold.function import Function, ScaffoldError, SourceLine
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.system.files import write_atomic
 
 if TYPE_CHECKING:
     from coda_agent.verifier.spec.model import Spec
@@ -46,7 +44,7 @@ class SpecDraft:
         """Return the lines of the text ``key`` ("reference" or "baseline"). The first lines assign the
         integer parameters that are not dims."""
         lines: tuple[SourceLine, ...] | None = getattr(self.function, key)
-        fixed = {n: s.value for n, s in self.function.sizes.items() if n not in self.dims}
+        fixed = {n: v for n, v in self.function.sizes.items() if n not in self.dims}
         return (
             [SourceLine(f"{n} = {v}", self.function.line) for n, v in fixed.items()] + list(lines)
             if lines
@@ -78,17 +76,17 @@ class SpecDraft:
     def spec(self, check: bool = False) -> Spec:
         """Load the draft as a spec. If the draft is not a valid spec, raises ScaffoldError, which names a
         line of the user's file."""
-        from coda_agent.verifier.loading import load
-        from coda_agent.verifier.spec.file import SpecError
+        from coda_agent.verifier.numerics.trial import check_reference
+        from coda_agent.verifier.spec.file import SpecError, of_text
+        from coda_agent.verifier.spec.model import Spec
 
         text = str(self)
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / f"{self.name}.yaml"
-            write_atomic(path, text)
-            try:
-                return load(path, check=check)
-            except SpecError as error:
-                raise self._objected(text.split("\n"), error.line or 1, error.message) from None
+        try:
+            return of_text(
+                Path(f"{self.name}.yaml"), text, Spec, check_reference if check else lambda spec: None
+            )
+        except SpecError as error:
+            raise self._objected(text.split("\n"), error.line or 1, error.message) from None
 
     def fail(self, message: str, key: str = "", line: int | None = None) -> ScaffoldError:
         """Return an error that names a line of the user's file. By default, this is the line of the

@@ -21,8 +21,6 @@ from coda_agent.agent.scaffold.torch_names import Names, TorchNames, without_idl
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.signature import VALUE_NAME
 
-__all__ = ["Function", "SourceLine", "Note", "ScaffoldError", "SizeParameter", "TensorParameter", "read"]
-
 # A spec states shapes, so its reference needs no assert.
 DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)
 KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
@@ -53,13 +51,6 @@ class TensorParameter:
 
 
 @dataclass(frozen=True)
-class SizeParameter:
-    """An integer parameter. If a shape names the parameter, it is a static dim; otherwise it is a number."""
-
-    value: int | None
-
-
-@dataclass(frozen=True)
 class SourceLine:
     """A line of a reference or baseline. ``number``: the number of this line in the user's file."""
 
@@ -82,8 +73,9 @@ class Note:
 
 @dataclass(frozen=True)
 class Function:
-    """A parsed function. ``reference``: the function's body without casts. ``baseline``: the body with casts;
-    None if the body has no casts."""
+    """A parsed function. ``sizes``: the integer parameters with their values; a parameter that a shape names
+    is a static dim. ``reference``: the function's body without casts. ``baseline``: the body with casts; None
+    if the body has no casts."""
 
     path: Path
     name: str
@@ -91,7 +83,7 @@ class Function:
     summary: str
     tensors: tuple[TensorParameter, ...]
     constants: dict[str, float]
-    sizes: dict[str, SizeParameter]
+    sizes: dict[str, int | None]
     outputs: tuple[str, ...]
     reference: tuple[SourceLine, ...]
     baseline: tuple[SourceLine, ...] | None
@@ -161,7 +153,7 @@ class _Reader:
         self.notes: list[Note] = []
         self.tensors: list[TensorParameter] = []
         self.constants: dict[str, float] = {}
-        self.sizes: dict[str, SizeParameter] = {}
+        self.sizes: dict[str, int | None] = {}
         self.documented = ast.get_docstring(node)
         self.body = node.body[1:] if self.documented is not None else node.body
         self.names = Names.of(tree, node, self.fail)
@@ -223,7 +215,7 @@ class _Reader:
         if number and (isinstance(value, float) or annotation == "float"):
             self.constants[self._named(arg)] = float(value)
         elif isinstance(value, int) or (annotation == "int" and not default):
-            self.sizes[arg.arg] = SizeParameter(value)
+            self.sizes[arg.arg] = value
         elif none and arg.arg not in self.required:
             self.absent.add(arg.arg)
             remedy = f"--shape {arg.arg}=... makes it an input"

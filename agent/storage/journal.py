@@ -20,18 +20,12 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from coda_agent.primitives.errors import Absent, InvalidInput
 from coda_agent.primitives.system.files import parse, sync_directory
-
-__all__ = [
-    *("DamagedError", "Event", "Journal", "JournalError", "Record", "Snapshot"),
-    *("GPU_SECONDS", "glance", "is_open", "read_export"),
-]
 
 SCHEMA = 1
 GPU_SECONDS = "gpu_seconds"  # the field of an event with the GPU seconds that a measurement used
@@ -181,9 +175,7 @@ class Journal(Record):
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _rows(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:

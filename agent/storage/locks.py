@@ -6,24 +6,20 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 
-@contextmanager
-def alone(directory: Path) -> Iterator[None]:
+def alone(directory: Path) -> AbstractContextManager[None]:
     """Lock the directory exclusively: no other process can lock it, ``alone`` or ``together``. Raises
     OSError."""
-    with _locked(directory, fcntl.LOCK_EX):
-        yield
+    return _locked(directory, fcntl.LOCK_EX)
 
 
-@contextmanager
-def together(directory: Path) -> Iterator[None]:
+def together(directory: Path) -> AbstractContextManager[None]:
     """Take a shared lock on the directory: other processes may hold it ``together``, but none ``alone``.
     Raises OSError."""
-    with _locked(directory, fcntl.LOCK_SH):
-        yield
+    return _locked(directory, fcntl.LOCK_SH)
 
 
 @contextmanager

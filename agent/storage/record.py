@@ -1,8 +1,8 @@
 """Validate a run's journal or export before any other code reads it.
 
-A journal may be damaged, edited by hand or written by another version. Other code reads journals only through
-``glance``, ``opened`` and ``recording``. The headers and payloads that these functions return have the shapes
-defined below. Events of unknown kinds are returned too, after fewer checks.
+A journal may be damaged, edited by hand or written by another version. Other code reads runs' journals only
+through ``glance``, ``opened`` and ``read_recording``. The headers and payloads that these functions return
+have the shapes defined below. Events of unknown kinds are returned too, after fewer checks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from coda_agent.verifier.report import (
     MEASUREMENT,
     REPORT,
     Accepted,
-    Checked,
     Measured,
     Measurement,
     Moment,
@@ -45,8 +44,6 @@ from coda_agent.verifier.report import (
     joined,
 )
 from coda_agent.verifier.spec.model import Spec
-
-__all__ = ["check_programs", "glance", "opened", "read_recording", "timings_of", "uncharged"]
 
 OTHER_VERSION = (
     "damaged, or written by another version of coda-agent: restore it from a copy, or start a new run"
@@ -189,10 +186,6 @@ class _Tip(_Shape):
     fix: str
 
 
-class _Piece(_Shape):
-    pass
-
-
 class _Came(_Shape):
     """A verdict in a recording. Only the verdict's status is validated, because the verdict may come from an
     earlier measurement protocol."""
@@ -240,7 +233,7 @@ _CHECKS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "report": _Judged.model_validate,
     "measurement": _check_measurement,
     "void": _void,
-    "piece": _Piece.model_validate,
+    "piece": _Shape.model_validate,
     "stopped": _Stopped.model_validate,
     "tip": _Tip.model_validate,
     "reserved": _Reserved.model_validate,
@@ -292,7 +285,7 @@ def check_programs(path: Path, events: Iterable[Event], spec: Spec) -> None:
                 Program.from_json(event.payload["program"], spec.signature())
 
 
-def timings_of(report: Accepted | Checked | Rejected | Measurement | None) -> tuple[Timing, ...]:
+def timings_of(report: Report | Measurement | None) -> tuple[Timing, ...]:
     """The timings of a measured kernel, including a kernel that was rejected as too slow."""
     if isinstance(report, Accepted | Measured):
         return report.timings
@@ -342,10 +335,10 @@ def _check_event(path: Path, event: Event, checks: Mapping[str, Callable[..., ob
         _MOMENT.validate_python(event.time)
         _Charged.model_validate(event.payload)
     with _checking(path, event.key):
-        checks.get(event.kind, _Piece.model_validate)(event.payload)
+        checks.get(event.kind, _Shape.model_validate)(event.payload)
 
 
-def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
+def _check_report(report: Report | Measurement) -> None:
     """Raise ValueError or ProgramError if later code could not use the report's figures or schedules."""
     for gate in () if isinstance(report, Unmeasured) else report.gates:
         if gate.gate == "compile":

@@ -12,8 +12,6 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["Commands", "echo", "visible"]
-
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # colours in a compiler's messages
 # Control characters, lone surrogates (not encodable in UTF-8), and characters that reorder or hide text.
 _UNSEEN = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")

@@ -28,12 +28,13 @@ from coda_agent.agent.providers import Question, Turn
 from coda_agent.agent.reporting import sweep_view
 from coda_agent.agent.run import history, runs
 from coda_agent.agent.run.budget import Purse, RunLimits
+from coda_agent.agent.run.view import RunView
 from coda_agent.agent.storage.journal import glance
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import Progress, silent
-from coda_agent.verifier.gpu.worker import Task, WorkerError
+from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.measure import MeasureOptions
-from coda_agent.verifier.report import Measured, Unmeasured
+from coda_agent.verifier.report import Measured, Rejected, Unmeasured
 
 H100 = "NVIDIA H100 80GB HBM3"
 BAD = Unmeasured(reason="equal arms differ", evidence={"controls": [{"faults": ["equal arms differ"]}]})
@@ -169,6 +170,30 @@ def test_a_gpu_on_which_alone_pieces_fail_stays_out(toy: Path) -> None:
     _, driver = swept(toy, Gpus(measure))
     assert history.past_of(runs.names()[0]).status == "accepted"
     assert "driver is too old" in driver.pool.left_out["GPU-1"]
+
+
+@pytest.mark.parametrize(
+    "hung, gate, passed",
+    [("examine", "interpret", set()), ("compile_program", "compile", {"trace", "contract", "interpret"})],
+)
+def test_a_check_that_hangs_is_rejected_at_its_gate(
+    toy: Path, hung: str, gate: str, passed: set[str]
+) -> None:
+    def act(task: Task, argument: Any, progress: Progress) -> dict[str, Any]:
+        if task.__name__ == hung:
+            raise Lost("hung", "silent for 300 s")
+        return task(argument)
+
+    gpus = Gpus(fast)
+    gpus.core.act = act
+    name, _ = swept(toy, gpus)
+    (run,) = sweep_view.as_dict(name)["runs"]
+    (attempt,) = RunView(glance(runs.folder(run["run"]) / runs.JOURNAL)[1]).attempts.values()
+    assert isinstance(attempt.report, Rejected) and (attempt.report.gate, attempt.report.code) == (
+        gate,
+        "hung",
+    )
+    assert {g.gate for g in attempt.report.gates} == passed
 
 
 def test_a_bundle_s_entries_are_measured_on_several_gpus(toy: Path, tmp_path: Path) -> None:

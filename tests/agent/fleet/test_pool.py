@@ -125,6 +125,19 @@ def test_a_piece_that_hangs_twice_is_at_fault() -> None:
     assert len(slot.ran) == 2
 
 
+def test_a_lost_slot_counts_for_no_hang() -> None:
+    answers = iter([Lost("hung", "silent")])
+
+    def hangs_once(task: Task, argument: Any, progress: Progress) -> dict[str, Any]:
+        for error in answers:
+            raise error
+        return task(argument)
+
+    pool, _, _ = made(FakeSlot("a", lost=False), FakeSlot("b", act=hangs_once))
+    pool.uses["a"].slot.lost = True  # type: ignore[attr-defined]
+    assert pool.run("r compile", double, 4, patience=9)["twice"] == 8
+
+
 def test_gpus_of_another_kind_and_those_left_out_before_stay_out() -> None:
     pool, executor, events = made(
         FakeSlot("GPU-1", "H100"),

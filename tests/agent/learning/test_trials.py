@@ -118,8 +118,8 @@ def test_first_attempts_and_the_limit_are_counted_apart() -> None:
 def test_a_verdict_takes_an_interval_without_zero(with_tip: int, without: int, of: int, verdict: str) -> None:
     effect = Effect(with_tip, without, of)
     assert effect.verdict == verdict
-    trial = TipMeasurement("tip-1", effect, Effect(of, 0, of))
-    assert trial.verdict == verdict
+    trial = TipMeasurement(effect, Effect(of, 0, of))
+    assert trial.first.verdict == verdict
     written = tip(1, measured=str(trial))  # the log can read the figures that a trial writes
     assert (written.verdict, written.difference) == (verdict, round(effect.difference.estimate, 2))
 
@@ -253,8 +253,8 @@ def test_a_budget_is_that_of_all_runs(taught: Taught, tmp_path: Path) -> None:
     assert [header["limits"] for header in headers()] == [
         {"tokens": 12_500, "dollars": 0.125, "seconds": 250.0}
     ] * 8
-    said = CliRunner().invoke(app, ["tips", "measure", "--help"]).output
-    assert "Tokens for all runs together; each gets an equal part." in " ".join(said.split())
+    said = " ".join(CliRunner().invoke(app, ["tips", "measure", "--help"]).output.split())
+    assert "A budget is for all runs together, and each run gets an equal part of it." in said
 
 
 def test_a_proposed_tip_is_in_the_runs_with_it_alone(taught: Taught, tmp_path: Path) -> None:

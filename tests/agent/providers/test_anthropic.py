@@ -29,8 +29,8 @@ def test_a_whole_answer() -> None:
 def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_AGENT_MODEL", "claude-of-the-environment")
     with FakeMessages(fake.answer("a"), fake.answer("b")) as server:
-        claude(server, max_tokens=123, effort="high").next_turn(Question("SYSTEM", TALK))
-        claude(server, model="claude-given", thinking=False).next_turn(Question("SYSTEM", TALK))
+        claude(server, max_tokens=123).next_turn(Question("SYSTEM", TALK))
+        claude(server, model="claude-given").next_turn(Question("SYSTEM", TALK))
     first, second = server.requests
     assert first["model"] == "claude-of-the-environment"
     assert first["system"] == [{"type": "text", "text": "SYSTEM", "cache_control": {"type": "ephemeral"}}]
@@ -38,10 +38,8 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     texts[-1] |= CACHED
     assert first["messages"] == [{"role": m.role, "content": [t]} for m, t in zip(TALK, texts, strict=True)]
     assert (first["max_tokens"], first["thinking"]) == (123, {"type": "adaptive"})
-    assert first["output_config"] == {"effort": "high"}
     assert first["stream"] is True
     assert second["model"] == "claude-given"
-    assert "thinking" not in second and "output_config" not in second
 
 
 def test_the_default_model_is_one_the_sdk_knows() -> None:

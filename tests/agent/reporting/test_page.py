@@ -37,13 +37,23 @@ from coda_agent.agent.providers import Turn, Usage
 from coda_agent.agent.reporting import charts, html_report
 from coda_agent.agent.reporting.charts import LONG, Mark, duration, number
 from coda_agent.agent.reporting.pages import macro
-from coda_agent.agent.reporting.render import rivals
+from coda_agent.agent.reporting.render import not_run, rivals
 from coda_agent.agent.run import runs
 from coda_agent.agent.storage.journal import GPU_SECONDS, Journal, JournalError
 from coda_agent.agent.terminal.safe_text import visible
 from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.report import GATES, Gate, Measured, Rejected, Unmeasured
+from coda_agent.verifier.report import (
+    GATES,
+    PRIMITIVE_GATES,
+    RAW_GATES,
+    Checked,
+    Gate,
+    Identity,
+    Measured,
+    Rejected,
+    Unmeasured,
+)
 from coda_agent.verifier.spec.model import Spec
 
 HOSTILE = '</script></pre><script>alert(1)</script><img src="https://evil.example/x" onerror=alert(1)>'
@@ -228,6 +238,18 @@ def test_every_attempt_is_there_with_its_words_and_gates(toy: Path, out: Path) -
         (said,) = (d for d in attempt.every("details") if d.text.startswith("The answer's words"))
         assert f"Words of {n}." in said.text and "@kernel" not in said.text
         assert "Tokens: 100 in, 1,000 read" in attempt.text
+
+
+@pytest.mark.parametrize(
+    ("raw", "first", "left"),
+    [(False, "trace", GATES[1:]), (True, "edit", RAW_GATES[1:]), (True, "form", PRIMITIVE_GATES[1:])],
+)
+def test_the_gates_left_are_those_of_a_kernel_an_edit_or_a_primitive(
+    raw: bool, first: str, left: tuple[str, ...]
+) -> None:
+    hashes: dict[str, Any] = dict.fromkeys(("spec_hash", "program_hash", "lowered_hash"), "0")
+    own = Identity(spec="c", versions={}, raw=raw, **hashes)
+    assert not_run(Checked(identity=own, gates=(Gate(gate=first, seconds=1.0),), unmeasured="")) == [*left]
 
 
 def test_rounds_say_what_each_cost_and_brought(toy: Path, out: Path) -> None:
