@@ -209,9 +209,9 @@ def choose_rows(only: Collection[str], cases: Collection[str], *, everything: bo
         )
     specs = [load(SPECS / f"{name}.yaml", check=False) for name in (only or names) if name in there]
     every: list[Row] = [row for spec in specs for row in _rows(spec)]
-    wanted = [BOTH in only, FORWARD in only] if only else [not quick] * 2
-    cased = (*WIDTHS, *GROUPED)
-    every += [LayerRow(case, back) for back in (False, True) if wanted[not back] for case in cased]
+    for name, backward in ((FORWARD, False), (BOTH, True)):
+        if name in only if only else not quick:
+            every += [LayerRow(case, backward) for case in (*WIDTHS, *GROUPED)]
     kept = [
         row
         for row in every

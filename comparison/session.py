@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.launch import Kernel
 
-FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
-
 
 @dataclass(frozen=True)
 class OperatorArms:
@@ -91,7 +89,7 @@ class _Operator(Stage):
     def _kept(self, name: str, exact: Tensor) -> Tensor:
         """An output's true values. For 8-bit and 16-bit outputs, these values are rounded from fp64 to fp32,
         which is precise enough and saves memory. For example, a 70B model's logits take 8 GB in fp32."""
-        return exact.float() if self.request.spec.outputs[name].dtype in FEW_BITS else exact
+        return exact if self.request.spec.outputs[name].dtype == "fp32" else exact.float()
 
     def forget_truth(self) -> None:
         self.truth, self.yardstick = {}, {}
@@ -122,10 +120,9 @@ def prepare(arm: str, request: OperatorArms, inputs: Mapping[str, Tensor]) -> Pr
     spec, sizes = request.spec, request.sizes
     if arm in request.kernels:
         return _launched(request.kernels[arm], inputs, sizes)
-    if arm == REFERENCE_ARM:
-        return Prepared(pytorch.matmul(spec, inputs, sizes), lambda _: {})
     if arm in pytorch.BASELINES:
-        return Prepared(pytorch.calls(arm, spec, [inputs], sizes)[0], _as_given)
+        (call,) = pytorch.calls(arm, spec, [inputs], sizes)
+        return Prepared(call, (lambda _: {}) if arm == REFERENCE_ARM else _as_given)
     if arm in quack_baseline.ARMS:
         (call,) = quack_baseline.tuned_calls(arm, spec, [inputs], sizes, request.quack).calls
         return Prepared(call, _as_given)

@@ -52,25 +52,24 @@ def called(call: Callable[[], Any]) -> list[Bound]:
     return [Bound(program, dict(sizes)) for program, sizes in found]
 
 
-def build(wanted: Iterable[Bound], gpu: str | None = None) -> list[Build]:
-    """Compile these programs in parallel, with the schedules that a call on ``gpu`` would choose. By default,
-    ``gpu`` is this machine's GPU, or an H100 if the machine has no GPU. Objects in the cache are not compiled
-    again. Raises LaunchError for sizes at which a program cannot be launched."""
+def build(wanted: Iterable[Bound]) -> list[Build]:
+    """Compile these programs in parallel, with the schedules of ``on_schedules``. Objects in the cache are
+    not compiled again. Raises LaunchError for sizes at which a program cannot be launched."""
     jobs, kernels = list[Any](), list[tuple[KernelSource, dict[str, int]]]()
     for bound in wanted:
-        kernel = on_schedules(bound, gpu)
+        kernel = on_schedules(bound)
         jobs += to_compile(kernel, bound.sizes, kernel.schedules.items())
         kernels.append((kernel, bound.sizes))
     run_jobs(jobs)
     return [_built(kernel, sizes) for kernel, sizes in kernels]
 
 
-def on_schedules(bound: Bound, gpu: str | None = None) -> KernelSource:
-    """The program with the schedules that a call on ``gpu`` would choose. ``gpu`` has the same default as in
-    ``build``. Raises LaunchError as ``build`` does."""
+def on_schedules(bound: Bound) -> KernelSource:
+    """The program with the schedules that a call on this machine's GPU would choose; on a machine without a
+    GPU, those of an H100. Raises LaunchError as ``build`` does."""
     program, sizes = bound
     check_sizes(program, sizes)
-    gpu = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else H100)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else H100
     return KernelSource(program, schedules.chosen(program, sizes, gpu, schedules.known()))
 
 

@@ -7,7 +7,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +18,7 @@ from coda_agent.fused.programs import Typed
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.runtime.executable import Plan, on_device
+from coda_agent.primitives.runtime.executable import Plan, on_device, picker
 from coda_agent.primitives.runtime.familiar import FamiliarPlans
 from coda_agent.primitives.runtime.launch import NONE
 from coda_agent.primitives.runtime.launchable import (
@@ -142,8 +141,7 @@ class Launcher:
         self.names = tuple(n for n in order if n in inputs and inputs[n].shape)
         self._numbers = [i for i, t in enumerate(inputs.values()) if not t.shape]
         self._copied = [] if overwrites else [[*inputs].index(n) for n in signature.updates.values()]
-        # returns a tuple, because every program has at least the two inputs of a GEMM
-        self._in_order = itemgetter(*map(order.index, inputs))
+        self._in_order = picker([*map(order.index, inputs)])
         self._familiar = FamiliarPlans()
         _launchers.add(self)
 

@@ -89,7 +89,7 @@ class Op:
         """The program for these tensors' dtypes. Each combination of dtypes has one program object. Raises
         TypeError for dtypes that the program cannot take, and ValueError for tensors on several devices."""
         check_device(self.program.signature.name, (inputs[name] for name in self.tensors))
-        key = programs.dtypes(self.tensors, inputs)
+        key = tuple((name, inputs[name].dtype) for name in self.tensors)
         if key not in self._typed:
             self._typed.setdefault(key, programs.typed(self.program, key))
         return self._typed[key]
@@ -195,7 +195,7 @@ def define(
     declared = declared or program.signature.inputs
     with _defining:
         if name not in defined:
-            op = Op(program, programs.arranged(program, order, declared), declared, rows)
+            op = Op(program, order, declared, rows)
             library.define(name + op.schema)
             library.impl(name, op.on_cpu, "CPU")
             library.impl(name, op.on_cuda, "CUDA")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.signature import DTYPES, TensorType
+from coda_agent.primitives.lang.signature import DTYPES
 from coda_agent.primitives.system.files import KERNELS, SPECS
 
 NARROW = ("bf16", "fp16")
@@ -89,21 +89,3 @@ def typed(program: Program, given: Dtypes) -> Typed:
 def output_dtype(how: Typed, name: str) -> torch.dtype:
     declared = how.program.signature.outputs[name].dtype
     return torch.float32 if how.wide else torch_dtype(declared)
-
-
-def arranged(program: Program, order: Order, declared: Mapping[str, TensorType]) -> Order:
-    """Return ``order`` without the spec's constants and static dims. Raises ValueError if ``order`` does not
-    fit the program."""
-    signature = program.signature
-    inputs = tuple(n for n in order.inputs if n in declared)
-    if not set(inputs) >= set(signature.inputs) or set(order.outputs) != set(signature.outputs):
-        raise ValueError(
-            f"{signature.name}: the spec's inputs and outputs do not match the program's, which are "
-            f"{list(signature.inputs)} and {list(signature.outputs)}"
-        )
-    return Order(inputs, order.outputs)
-
-
-def dtypes(names: Iterable[str], inputs: Mapping[str, torch.Tensor]) -> Dtypes:
-    """The dtypes of these inputs, in the form that ``typed`` takes."""
-    return tuple((name, inputs[name].dtype) for name in names)

@@ -14,15 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from math import log2
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from filelock import FileLock
 
+from coda_agent.fused.programs import accepted
 from coda_agent.primitives.compiler.lower import GemmKernel, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates, fits, probes
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
-from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.schedule import Schedule, by_step
 from coda_agent.primitives.runtime.launchable import LaunchError
 from coda_agent.primitives.system.files import KERNELS, cache_dir, read_json, write_atomic
 
@@ -86,7 +87,8 @@ def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int,
     steps = cut(program)
     found = {}
     for step in steps.gemms:
-        (rows, columns), inner = steps.types[step.gemm].shape, steps.types[program.nodes[step.gemm].args[0]]
+        *_, rows, columns = steps.types[step.gemm].shape
+        inner = steps.types[program.nodes[step.gemm].args[0]]
         offsets = program.nodes[step.gemm].offsets
         experts = () if offsets is None else (steps.types[offsets].shape[0](sizes) - 1,)
         found[step.index] = rows(sizes), columns(sizes), inner.shape[1](sizes), *experts
@@ -107,29 +109,17 @@ def _own_tables() -> Path:
 
 def _rows(path: Path) -> Iterator[TunedStep]:
     for row in read_json(path) or ():
-        yield TunedStep(
-            row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), _schedule(row["schedule"])
-        )
+        schedule = Schedule.from_json(row["schedule"])
+        yield TunedStep(row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), schedule)
 
 
 def _reports() -> Iterator[TunedStep]:
-    for path in sorted(KERNELS.glob("*.report.json")):
-        name = path.name.removesuffix(".report.json")
-        report = read_json(path)
-        if report is None or name.endswith(".raw"):
-            continue
-        text = (KERNELS / f"{name}.program.json").read_text(encoding="utf-8")
-        program = Program.from_json(text)
+    for name, (program, _) in accepted().items():
+        report = read_json(KERNELS / f"{name}.report.json") or {"timings": ()}
         for timing in report["timings"]:
-            shapes = products(program, timing["sizes"])
-            for step, fields in timing["schedules"].items():
-                yield TunedStep(
-                    report["conditions"]["gpu"], name, int(step), shapes[int(step)], _schedule(fields)
-                )
-
-
-def _schedule(fields: Mapping[str, Any]) -> Schedule:
-    return Schedule.from_json(fields)
+            shapes, gpu = products(program, timing["sizes"]), report["conditions"]["gpu"]
+            for step, schedule in by_step(timing["schedules"]).items():
+                yield TunedStep(gpu, name, step, shapes[step], schedule)
 
 
 def keep(name: str, rows: Iterable[TunedStep]) -> Path:

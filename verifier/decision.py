@@ -41,7 +41,7 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
     only one process the interval is over rounds; such an interval is not enough to accept a kernel. Raises
     InvalidMeasurement for a sample that is not a duration, and ValueError for too few or unpaired samples."""
     pairs = _paired(arm, candidate)
-    found = _interval(pairs)
+    found = statistics.of_pairs(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
     fields = (found.estimate, found.low, found.high)
     estimate, low, high = (round(value, 5) for value in fields)
@@ -52,17 +52,13 @@ def no_slower(kept: Rows, change: Rows) -> bool:
     """Whether a change is as fast as the incumbent. Student's t interval of the speed ratio must reach 1. The
     bootstrap's interval is not used for this test, because it is too narrow with three processes. Both
     intervals must also lie above ``1 - MAY_LOSE``, so that noise cannot hide a slower kernel."""
-    found = _interval(_paired(kept, change))
+    found = statistics.of_pairs(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
 
 def _paired(arm: Rows, candidate: Rows) -> Pairs:
     _durations((*arm, *candidate))
     return list(zip(arm, candidate, strict=True))
-
-
-def _interval(pairs: Pairs) -> statistics.Interval:
-    return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])
 
 
 def central(rows: Rows) -> float:

@@ -31,7 +31,6 @@ class Gates:
     """Run gates one after another; record their times and figures."""
 
     progress: Progress
-    case: str = ""
     passed: list[Gate] = field(default_factory=list)
 
     @contextmanager
@@ -40,7 +39,7 @@ class Gates:
 
         The dict's ``findings`` are recorded separately.
         """
-        self.progress(name, f"case {self.case}" if self.case else "started")
+        self.progress(name, "started")
         start = time.monotonic()
         figures: dict[str, Any] = {}
         try:

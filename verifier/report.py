@@ -232,23 +232,15 @@ Measurement = Measured | Unmeasured | Rejected
 MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field(discriminator="status")])
 
 
-def join(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
-    """Combine the result of the gates that need no GPU with the measurement of the same kernel on a GPU.
-
-    Raises ValueError if their identities differ.
-    """
-    if not checked.identity.same(measured.identity):
-        raise ValueError("the measured spec, program or lowered text differs from the checked one")
-    fields = measured.model_dump(exclude={"status", "gates"})
-    return Accepted(**fields, gates=checked.gates + measured.gates, authorship=authorship)
-
-
 def joined(report: Report, found: Measurement | None) -> Report:
-    """The report, joined with its measurement if there is one."""
+    """The report, joined with the measurement of the same kernel on a GPU, if there is one. Raises ValueError
+    if the two are of different kernels."""
     if found is None or not isinstance(report, Checked):
         return report
-    if isinstance(found, Measured):
-        return join(report, found, None)
     if isinstance(found, Unmeasured):
         return report.model_copy(update={"unmeasured": f"checked; measurement invalid: {found.reason}"})
-    return found.model_copy(update={"gates": report.gates + found.gates})
+    if isinstance(found, Rejected):
+        return found.model_copy(update={"gates": report.gates + found.gates})
+    if not report.identity.same(found.identity):
+        raise ValueError("the measured spec, program or lowered text differs from the checked one")
+    return Accepted(**found.model_dump(exclude={"status", "gates"}), gates=report.gates + found.gates)

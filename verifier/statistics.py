@@ -54,16 +54,7 @@ def ratio(a: Sequence[float], b: Sequence[float], *, seed: int = 0) -> Interval:
     too few or non-positive samples.
     """
     logs = _logs(a, b)
-    bootstrap = _bootstrap((tuple(logs),), seed)
-    student = _student(logs)
-    return Interval(
-        estimate=math.exp(median(logs)),
-        low=min(bootstrap[0], student[0]),
-        high=max(bootstrap[1], student[1]),
-        confidence=CONFIDENCE,
-        bootstrap=bootstrap,
-        student=student,
-    )
+    return _union(median(logs), _bootstrap((tuple(logs),), seed), _student(logs))
 
 
 def across(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: int = 0) -> Interval:
@@ -80,32 +71,33 @@ def across(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: in
     centre, error = fmean(logs), stdev(logs) / math.sqrt(len(logs))
     reach = student_quantile(CONFIDENCE, len(logs) - 1) * error
     student = math.exp(centre - reach), math.exp(centre + reach)
-    bootstrap = _bootstrap(tuple(map(tuple, rows)), seed)
-    return Interval(
-        estimate=math.exp(centre),
-        low=min(bootstrap[0], student[0]),
-        high=max(bootstrap[1], student[1]),
-        confidence=CONFIDENCE,
-        bootstrap=bootstrap,
-        student=student,
-    )
+    return _union(centre, _bootstrap(tuple(map(tuple, rows)), seed), student)
 
 
-def through(first: Interval, second: Interval) -> Interval:
-    """The ratio a / c, from one measurement of a / b and one of b / c. The errors of the two measurements are
-    independent. So, in logarithms, the squared half-widths of a / b and b / c add up to the squared
-    half-width of a / c."""
+def _union(centre: float, bootstrap: tuple[float, float], student: tuple[float, float]) -> Interval:
+    lows, highs = zip(bootstrap, student, strict=True)
+    return Interval(math.exp(centre), min(lows), max(highs), CONFIDENCE, bootstrap, student)
 
-    def product(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
-        centre = math.log(first.estimate) + math.log(second.estimate)
-        reach = [
-            math.hypot(*(math.log(side(r)[end] / r.estimate) for r in (first, second))) for end in (0, 1)
-        ]
-        return math.exp(centre - reach[0]), math.exp(centre + reach[1])
 
-    bootstrap, student = product(lambda r: r.bootstrap), product(lambda r: r.student)
-    low, high = product(lambda r: (r.low, r.high))
-    return Interval(first.estimate * second.estimate, low, high, first.confidence, bootstrap, student)
+def of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
+    """``across`` several processes, or the ``ratio`` of a single one, over its rounds."""
+    return across(pairs) if len(pairs) > 1 else ratio(*pairs[0])
+
+
+def product(ratios: Sequence[Interval], power: float = 1.0) -> Interval:
+    """The product of independent ratios, raised to a power: a / c from a / b and b / c, or, with the power 1
+    / n, the geometric mean of n ratios. In logarithms, the squared half-widths of independent ratios add
+    up."""
+    estimate = math.prod(r.estimate for r in ratios) ** power
+
+    def ends(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
+        low, high = (
+            power * math.hypot(*(math.log(side(r)[end] / r.estimate) for r in ratios)) for end in (0, 1)
+        )
+        return estimate * math.exp(-low), estimate * math.exp(high)
+
+    bootstrap, student = ends(lambda r: r.bootstrap), ends(lambda r: r.student)
+    return Interval(estimate, *ends(lambda r: (r.low, r.high)), ratios[0].confidence, bootstrap, student)
 
 
 def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:

@@ -36,7 +36,6 @@ class Arm:
 class Samples:
     """The seconds of one arm, in order of rounds: sample i of every arm is from round i."""
 
-    name: str
     seconds: tuple[float, ...]
 
     @property
@@ -105,7 +104,7 @@ def measure(
     for order, row in zip(orders, seconds, strict=True):
         for arm, taken in zip(order, row, strict=True):
             found[arm.name].append(taken)
-    return {name: Samples(name, tuple(row)) for name, row in found.items()}
+    return {name: Samples(tuple(row)) for name, row in found.items()}
 
 
 def _check(arms: Sequence[Arm], rounds: int) -> None:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
-from coda_agent.primitives.compiler.probe_schedules import PROBES, fits
+from coda_agent.primitives.compiler.probe_schedules import PROBES, candidates, fits
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Node, Program
+from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.compile import CROWDED
 from coda_agent.primitives.system import deadline
@@ -218,8 +219,6 @@ def _unmeasured() -> str:
 def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None]) -> None:
     """Check the hardware's requirements on names and shapes. Type inference has already checked everything
     else."""
-    from coda_agent.primitives.compiler.probe_schedules import candidates, fits
-    from coda_agent.primitives.lang.partition import cut
     from coda_agent.primitives.runtime.launchable import alignment_errors
 
     try:

@@ -67,7 +67,7 @@ class Candidate:
         """Why a process ended without a verdict. The process's last line has priority over the journal, which
         may lack the reason, for example if the disk was full."""
         if status < 0:
-            return f"killed by {signal.Signals(-status).name}"
+            return f"killed by {subprocesses.how(status)}"
         words = self.says().removeprefix(SPEAKER) or past.stopped
         return words or f"ended with status {status}; coda-agent resume {self.run} says why"
 

@@ -7,9 +7,17 @@ FlashInfer is a library for inference, so it returns no rstd. Importing this mod
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.comparison.competitors.apart import SCALED, columns_together, rows_apart, scaled_rows, tables
+from coda_agent.comparison.competitors.apart import (
+    SCALED,
+    WEIGHT,
+    columns_together,
+    rows_apart,
+    scaled_rows,
+    tables,
+)
 from coda_agent.comparison.competitors.entry import Given, Implementation, Prepared, followed, gated_mlp
 from coda_agent.comparison.competitors.toolkit import BUILD, last_words, prepare
 
@@ -36,12 +44,7 @@ def _gated(g: Given, name: str) -> Prepared:
     return Prepared(call, lambda found: {"preact": columns_together(found[0]), "act": found[1]}, (w,))
 
 
-def _swiglu(g: Given) -> Prepared:
-    return _gated(g, "silu_and_mul")
-
-
-def _geglu(g: Given) -> Prepared:
-    return _gated(g, "gelu_tanh_and_mul")
+_swiglu, _geglu = (partial(_gated, name=name) for name in ("silu_and_mul", "gelu_tanh_and_mul"))
 
 
 def _swiglu_mlp(g: Given) -> Prepared:
@@ -92,7 +95,7 @@ def _residual_rmsnorm_gemm(g: Given) -> Prepared:
 # ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _turned(g: Given, *, normed: bool) -> Prepared:
+def _turned(g: Given, *, normed: bool = False) -> Prepared:
     """Compute all heads with one matmul, normalise the heads if ``normed``, and rotate the heads in place.
     The rotation's kernel expects queries and keys. So this arm passes the first half of the heads as queries
     and the second half as keys. Both halves are views of one buffer."""
@@ -119,15 +122,6 @@ def _turned(g: Given, *, normed: bool) -> Prepared:
     return Prepared(call, lambda found: {"q": found}, (cache, rows))
 
 
-def _rope(g: Given) -> Prepared:
-    return _turned(g, normed=False)
-
-
-def _qk_norm_rope(g: Given) -> Prepared:
-    return _turned(g, normed=True)
-
-
-APART = "before timing, the weight's gate rows are moved before its up rows; preact has this layout too"
 TURNED = "before timing, the table is converted to fp32, cosines first; adjacent pairs are rotated in place"
 ADDED = "adds to a copy of the residual stream in place, so its values grow from call to call; "
 
@@ -151,19 +145,19 @@ def _entry(build: Callable[[Given], Prepared], note: str = "") -> Implementation
 
 
 ENTRIES: dict[str, Implementation] = {
-    "gemm_swiglu": _entry(_swiglu, APART),
-    "gemm_rmsnorm_swiglu": _entry(_swiglu, f"{SCALED}; {APART}"),
-    "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, f"{SCALED}; {APART}"),
-    "gemm_swiglu_mlp": _entry(_swiglu_mlp, APART),
-    "gemm_geglu": _entry(_geglu, APART),
+    "gemm_swiglu": _entry(_swiglu, WEIGHT),
+    "gemm_rmsnorm_swiglu": _entry(_swiglu, f"{SCALED}; {WEIGHT}"),
+    "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, f"{SCALED}; {WEIGHT}"),
+    "gemm_swiglu_mlp": _entry(_swiglu_mlp, WEIGHT),
+    "gemm_geglu": _entry(_geglu, WEIGHT),
     "gemm_residual_partial_rmsnorm": _entry(
         _residual_partial_rmsnorm, ADDED + "returns the normalised stream instead of hg, and no rstd"
     ),
     "gemm_residual_rmsnorm_gemm": _entry(_residual_rmsnorm_gemm, ADDED + "returns no rstd"),
-    "gemm_rope": _entry(_rope, TURNED),
-    "gemm_rope_positions": _entry(_rope, TURNED),
-    "gemm_rmsnorm_rope": _entry(_rope, f"{SCALED}; {TURNED}"),
-    "gemm_qk_norm_rope": _entry(_qk_norm_rope, TURNED + "; returns no rstd"),
+    "gemm_rope": _entry(_turned, TURNED),
+    "gemm_rope_positions": _entry(_turned, TURNED),
+    "gemm_rmsnorm_rope": _entry(_turned, f"{SCALED}; {TURNED}"),
+    "gemm_qk_norm_rope": _entry(partial(_turned, normed=True), TURNED + "; returns no rstd"),
 }
 
 ABSENT: dict[str, str] = {

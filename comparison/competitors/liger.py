@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors.apart import (
     SCALED,
+    WEIGHT,
     columns_apart,
     columns_together,
     heads_apart,
@@ -292,7 +293,6 @@ def _cross_entropy(g: Given) -> Prepared:
     return Prepared(call, lambda found: {"logits": found[0]}, (target,))
 
 
-APART = "before timing, the weight's gate rows are moved before its up rows; preact has this layout too"
 TURNED = (
     "before timing, each head's weight rows are split into halves, and tables are converted to fp32; the "
     "kernel needs separate queries and keys, so they are two matmuls; q has the split layout too"
@@ -304,10 +304,10 @@ LOSS = (
 )
 
 ENTRIES: dict[str, Implementation] = {
-    "gemm_swiglu": Implementation(_swiglu, APART),
-    "gemm_rmsnorm_swiglu": Implementation(_swiglu, f"{SCALED}; {APART}"),
-    "gemm_rmsnorm_swiglu_fp16": Implementation(_swiglu, f"{SCALED}; {APART}"),
-    "gemm_swiglu_mlp": Implementation(_swiglu_mlp, APART),
+    "gemm_swiglu": Implementation(_swiglu, WEIGHT),
+    "gemm_rmsnorm_swiglu": Implementation(_swiglu, f"{SCALED}; {WEIGHT}"),
+    "gemm_rmsnorm_swiglu_fp16": Implementation(_swiglu, f"{SCALED}; {WEIGHT}"),
+    "gemm_swiglu_mlp": Implementation(_swiglu_mlp, WEIGHT),
     "gemm_geglu": Implementation(
         _geglu, "the kernel needs separate gate and up, so they are two matmuls with contiguous weights"
     ),

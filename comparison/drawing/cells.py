@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from operator import truediv
 from statistics import fmean, median
 from typing import NamedTuple
@@ -227,21 +226,14 @@ class _Row:
         """The ratio of the two arms' times, through the reference arm if they never shared a session."""
         together = self._with(arm, rival)
         if together:
-            pairs = tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
-            return _Ratio(_ratio(pairs), _processes(together))
+            pairs = [(s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together]
+            return _Ratio(statistics.of_pairs(pairs), _processes(together))
         to, back = self.ratio(arm, self.reference_arm), self.ratio(self.reference_arm, rival)
         fewer = min(to.processes, back.processes, key=len)
-        return _Ratio(statistics.through(to.interval, back.interval), fewer, indirect=True)
+        return _Ratio(statistics.product((to.interval, back.interval)), fewer, indirect=True)
 
 
 def _processes(sessions: list[Session]) -> frozenset[int]:
     """The numbers of these sessions' processes. Several sessions of a row may have the same number, because
     some arms may have run in a separate session or again."""
     return frozenset(s.process for s in sessions)
-
-
-@cache
-def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
-    """The ratio of two arms' times, over several processes or over the rounds of a single process. Ratios are
-    cached, because few of them are new when a table is redrawn after a session."""
-    return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

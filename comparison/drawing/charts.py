@@ -52,31 +52,8 @@ TITLES = {
     "roofline": "Time over the roofline, by column",
 }
 TICKS = (
-    0.25,
-    0.33,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-    1,
-    1.1,
-    1.2,
-    1.4,
-    1.6,
-    2,
-    2.5,
-    3,
-    4,
-    5,
-    7,
-    10,
-    15,
-    20,
-    30,
-    50,
-    100,
-)
+    0.25, 0.33, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2, 2.5, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100,
+)  # fmt: skip
 FEWEST_INCHES = 0.4  # least distance between two labels of an axis
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
 SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches between lines, most characters per line

@@ -6,11 +6,9 @@ A ratio is a column's time over the time of the LLM's kernel; above 1 the LLM's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from coda_agent.agent.reporting.table_rows import (
@@ -27,7 +25,7 @@ from coda_agent.comparison.competitors import COMPILE, HUMAN, UPSTREAM, composed
 from coda_agent.comparison.drawing.cells import Cell, TableRow, current_sessions
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
 from coda_agent.verifier.baselines.pytorch import CUBLAS
-from coda_agent.verifier.statistics import Interval
+from coda_agent.verifier.statistics import Interval, product
 
 TEN = GROUPS["CODA's ten"]
 SWIGLU_BACKWARD = "gemm_swiglu_bwd"
@@ -144,7 +142,7 @@ class Tally:
 
     @property
     def mean(self) -> Interval:
-        return together([row.ratio for row in self.rows])
+        return product([row.ratio for row in self.rows], 1 / len(self.rows))
 
     @property
     def average(self) -> str:
@@ -334,29 +332,6 @@ def ratio_text(ratio: Interval) -> str:
 def _all(name: str, tallies: Sequence[Tally]) -> Tally:
     rows = tuple(row for tally in tallies for row in tally.rows)
     return Tally(name, rows, tuple(name for tally in tallies for name in tally.operators))
-
-
-def together(ratios: Sequence[Interval]) -> Interval:
-    """The geometric mean of independent ratios. In logarithms, the mean's half-width is the root of the sum
-    of the squared half-widths, divided by the number of ratios."""
-
-    def mean(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
-        low, high = (
-            math.hypot(*(math.log(side(ratio)[end] / ratio.estimate) for ratio in ratios)) / len(ratios)
-            for end in (0, 1)
-        )
-        return estimate * math.exp(-low), estimate * math.exp(high)
-
-    estimate = math.exp(fmean(math.log(ratio.estimate) for ratio in ratios))
-    low, high = mean(lambda ratio: (ratio.low, ratio.high))
-    return Interval(
-        estimate=estimate,
-        low=low,
-        high=high,
-        confidence=ratios[0].confidence,
-        bootstrap=mean(lambda ratio: ratio.bootstrap),
-        student=mean(lambda ratio: ratio.student),
-    )
 
 
 def ordered(lines: Iterable[TableRow]) -> list[TableRow]:

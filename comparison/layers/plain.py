@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -91,10 +90,7 @@ class Plain(Differentiated):
     ):
         super().__init__(shape, weights._asdict(), next_norm)
         self._weights = Weights(**self.parameters)
-        # Each instance has its own code object, because torch.compile stops compiling a code object after it
-        # has compiled this code object eight times.
-        own = FunctionType(layer.__code__.replace(), layer.__globals__, layer.__name__)
-        self._layer: Function = compiled(own) if compiled else own
+        self._layer: Function = compiled(layer) if compiled else layer
 
     def call(self, x: Tensor) -> Tensor:
         return self._layer(self.shape, x, self._weights, self.turn)

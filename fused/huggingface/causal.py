@@ -11,6 +11,7 @@ from torch.nn import functional as nn_f
 
 from coda_agent.fused import functional, loss
 from coda_agent.fused.huggingface.layers import matmul_dtype, norm_of, not_plain, unfit
+from coda_agent.fused.huggingface.stack import hooked
 from coda_agent.fused.pointwise.norm import rms_norm
 
 
@@ -29,7 +30,7 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
         return f"lm_head {why}"
     if head.bias is not None:
         return "lm_head has a bias"
-    if head._forward_hooks or head._forward_pre_hooks:
+    if hooked(head):
         return "lm_head has hooks"
     if getattr(model.config, "final_logit_softcapping", None):
         return "logits are soft-capped"

@@ -105,10 +105,6 @@ def not_plain(module: nn.Module, sharded: bool) -> str:
     return ""
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
 def _projections(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
     """The linear modules of queries, keys and values."""
     attention = layer.self_attn
@@ -121,7 +117,7 @@ def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
     if part == "mlp" and not how.activation:
         return f"there is no kernel for the activation {type(layer.mlp.act_fn).__name__}"
     for path, module in _modules(layer, part):
-        if _hooked(module):
+        if stack.hooked(module):
             return f"{path} has hooks"
         if not path.endswith("_proj"):
             continue
@@ -211,9 +207,10 @@ def _layer(
 
 def _watched(attention: Any) -> bool:
     """Whether a hook reads the attention module's result, which a fused layer does not produce."""
-    hooks = [*attention._forward_hooks.values(), *attention._forward_pre_hooks.values()]
+    forward = {**attention._forward_hooks, **attention._forward_pre_hooks}
     idle = attention.config._attn_implementation != "eager"  # only eager attention returns attention weights
-    return any(not (idle and hook.__name__ == "output_capturing_hook") for hook in hooks)
+    read = stack.changing(forward) if idle else forward
+    return bool(read or attention._backward_hooks or attention._backward_pre_hooks)
 
 
 def norm_of(module: Any, centered: bool) -> functional.Norm:
@@ -238,9 +235,7 @@ def _attended(
         k, v = cache.update(k, v, attention.layer_idx, kwargs=kwargs)
     config = attention.config
     run = how.attentions.get_interface(config._attn_implementation, how.eager_attention)
-    window = attention.sliding_window if hasattr(attention, "sliding_window") else None
-    if window is None and "sliding_window" not in vars(attention):
-        window = getattr(config, "sliding_window", None)
+    window = vars(attention).get("sliding_window", getattr(config, "sliding_window", None))
     found, _ = run(
         attention,
         q,
@@ -267,7 +262,7 @@ def _heads(
         normed = layer.input_layernorm(x)
         projected: Any = [part(normed) for part in _projections(layer)]
     else:
-        usual = cos.shape[-1] == attention.head_dim and not any(map(_hooked, norms))
+        usual = cos.shape[-1] == attention.head_dim and not any(map(stack.hooked, norms))
         usual = usual and len({norm.variance_epsilon for norm in norms}) < 2  # ``heads`` takes one eps
         # A cache keeps the model's own order of columns, because other code may read the cache.
         rotated = usual and how.rotates and not cached

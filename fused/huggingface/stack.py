@@ -48,12 +48,18 @@ def take(stream: Tensor, layer: Any) -> Begun | None:
     if found is None:
         return None
     setattr(stream, _ATTRIBUTE, None)
-    own = found.norm is layer.input_layernorm and not _change(layer._forward_pre_hooks)
+    own = found.norm is layer.input_layernorm and not changing(layer._forward_pre_hooks)
     changed = None not in (found.changes, now := _changes(stream)) and found.changes != now
     return found.begun if own and not changed else None
 
 
-def _change(hooks: Mapping[int, Any]) -> bool:
+def hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks, which may read or change its values or gradients."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def changing(hooks: Mapping[int, Any]) -> bool:
     """Whether any of these hooks may change a stream in place. Transformers' own hooks only record the
     stream."""
     return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks.values())
@@ -63,9 +69,9 @@ def refusal(layer: Any, norm: Any, sharded: bool = False) -> str:
     """Say why a layer cannot compute the next layer's norm without its row scaling; return "" if it can.
     ``sharded``: FSDP shards the weights while the layer does not run."""
     own, other = layer.post_attention_layernorm.weight, norm.weight
-    if _change(layer._forward_hooks):
+    if changing(layer._forward_hooks):
         return "the layer has hooks"
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks:
+    if hooked(norm):
         return "the next layer's norm has hooks"
     if type(other) not in (nn.Parameter, Tensor) and not sharded:
         return f"the next layer's norm has a {type(other).__name__} as weight"

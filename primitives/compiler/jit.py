@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -132,7 +133,7 @@ def cached_gemm(
 def _compiler(kernel: GemmKernel) -> Callable[..., Any]:
     """The function that compiles a step, given the step's ``_gemm_key``. QuACK's cache stores the results."""
     if kernel.own:
-        return _cached("own", _compile_own)
+        return _cached(_compile_own)
     from quack.gemm_runtime.host import _compile_gemm_epi
 
     return _compile_gemm_epi
@@ -204,7 +205,7 @@ def _attributes(
 def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
     """Load a vector kernel, which runs between steps, from QuACK's cache, or compile it into the cache."""
     load_module(lowered)
-    return _cached("vector", _compile_vector)(*_vector_key(lowered, kernel))
+    return _cached(_compile_vector)(*_vector_key(lowered, kernel))
 
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
@@ -275,16 +276,12 @@ def compile_kernel(
     return _gemm(uncached, lowered, kernel, schedule, sizes)
 
 
-def _cached(name: str, compile_it: Callable[..., Any]) -> Callable[..., Any]:
+@cache
+def _cached(compile_it: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of this module in QuACK's cache. This imports QuACK."""
-    if name not in _caches:
-        from quack.cache import jit_cache
+    from quack.cache import jit_cache
 
-        _caches[name] = jit_cache(compile_it)
-    return _caches[name]
-
-
-_caches: dict[str, Callable[..., Any]] = {}
+    return jit_cache(compile_it)
 
 
 def _compile_own(

@@ -25,16 +25,10 @@ from coda_agent.primitives.lang.partition import cut
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
-def lower(program: Program) -> Lowered:
-    """Lower a checked program. Raises ProgramError if QuACK's epilogue operators cannot express the
-    program."""
-    return _lowered(program)
-
-
 def lower_edited(program: Program, text: str) -> Lowered:
     """Lower a program, then replace the lowered text by ``text``, an author's edit of
     ``editable(program)``."""
-    plain = _lowered(program, hashed=False)
+    plain = lower(program, hashed=False)
     named = [module for module in exports() if re.search(rf"\b{module}\b", text)]
     digest = _digest([text, plain.hash, *_device_sources(named)])
     return replace(plain, text=text, hash=digest, unedited=plain)
@@ -42,10 +36,12 @@ def lower_edited(program: Program, text: str) -> Lowered:
 
 def editable(program: Program) -> str:
     """Return the lowered text that an author may edit. The classes in this text have names without a hash."""
-    return _lowered(program, hashed=False).text
+    return lower(program, hashed=False).text
 
 
-def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
+def lower(program: Program, *, hashed: bool = True) -> Lowered:
+    """Lower a checked program. Without ``hashed``, the kernels' names have no hash. Raises ProgramError if
+    QuACK's epilogue operators cannot express the program."""
     operations = tuple(OPERATIONS.get(node.op) for node in program.nodes)
     header, body, gemms, vectors = _written(program, program.hash, operations)
     digest = _digest([header, body, *_device_sources(_imported(header)), *map(version, PACKAGES)])

@@ -95,7 +95,7 @@ def value_names(program: Program, steps: Steps) -> dict[int, str]:
     reductions = sorted(r for s in steps.gemms for r in s.reductions)
     invented = {
         "t": sorted({i for s in steps.gemms for i in s.stores} - names.keys()),
-        "v": sorted({i for members in steps.finishes.values() for i in members} - names.keys()),
+        "v": sorted(steps.vectors - names.keys()),
         "partials": [~r for r in reductions if not selects(program, r)],
         "selected": [~r for r in reductions if selects(program, r)],
     }

@@ -81,7 +81,7 @@ class FinishWriter(Writer):
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
         super().__init__(program, steps)
         self.stage, self.roots = stage, roots
-        self.stored = {i for members in steps.finishes.values() for i in members}
+        self.stored = steps.vectors
         self.order: list[int] = []
         self.reductions: list[int] = []
         self.arguments: list[Argument] = []

@@ -3,13 +3,13 @@ program."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
 from coda_agent.primitives.derive.ledger import Traffic
 from coda_agent.primitives.derive.reverse import Reverse
-from coda_agent.primitives.derive.simplify import Simplifier
+from coda_agent.primitives.derive.simplify import Simplifier, reached
 from coda_agent.primitives.lang.dims import Dim, Unsolvable, solving_order
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Node, Program, reduction, sizes_named
@@ -176,10 +176,10 @@ class PlannedBackward:
     ) -> dict[str, int]:
         """Return the value of ``Derived.recomputed``. ``known``: maps recomputed forward nodes to nodes of
         the trace."""
-        reached = set(self.reached(trace, outputs.values()))
+        needed = set(reached(trace.nodes, outputs.values()))
         names = {i: n for n, i in self.program.outputs.items()}
         named = {i for i, n in enumerate(self.program.nodes) if n.op == "gemm" or reduction(n)} | names.keys()
-        return {names.get(i, f"node {i}"): i for i in sorted(named & known.keys()) if known[i] in reached}
+        return {names.get(i, f"node {i}"): i for i in sorted(named & known.keys()) if known[i] in needed}
 
     # Head and matmuls
 
@@ -254,7 +254,7 @@ class PlannedBackward:
         """Find nodes that the head can compute, because they depend on no matmul: outputs, and operands of
         matmuls. Return the nodes' names by node."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
-        for index in self.reached(trace, outputs.values()):
+        for index in reached(trace.nodes, outputs.values()):
             if trace.nodes[index].op == "gemm":
                 for operand in trace.nodes[index].args[:2]:
                     node = trace.nodes[operand]
@@ -271,7 +271,7 @@ class PlannedBackward:
         for index, node in enumerate(trace.nodes):
             own = reduction(node) is not None or any(summed[a] for a in node.args)
             summed.append(own and not late[index] and trace.types[index].kind == "vector")
-        others = (i for i in self.reached(trace, outputs.values()) if not summed[i])
+        others = (i for i in reached(trace.nodes, outputs.values()) if not summed[i])
         roots = {a: f"head_{a}" for i in others for a in trace.nodes[i].args if summed[a]}
         return roots | {i: n for n, i in outputs.items() if not late[i]}
 
@@ -280,7 +280,7 @@ class PlannedBackward:
         nodes that depend on a matmul. An argument that the head cannot store is replaced by its own
         arguments. Return the nodes' names by node."""
         roots = {i: n for n, i in outputs.items() if not late[i]}
-        pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
+        pending = [a for i in reached(trace.nodes, outputs.values()) if late[i] for a in trace.nodes[i].args]
         while pending:
             index = pending.pop()
             node = trace.nodes[index]
@@ -291,16 +291,6 @@ class PlannedBackward:
             else:
                 pending += node.args
         return roots
-
-    def reached(self, trace: Simplifier, roots: Collection[int]) -> list[int]:
-        """The nodes ``roots`` and all nodes on which they depend, in order."""
-        seen, pending = set[int](), list(roots)
-        while pending:
-            index = pending.pop()
-            if index not in seen:
-                seen.add(index)
-                pending += trace.nodes[index].args
-        return sorted(seen)
 
     def products(
         self, trace: Simplifier, outputs: dict[str, int], roots: dict[int, str], late: list[bool]
@@ -328,14 +318,8 @@ class PlannedBackward:
             return None
         nodes: list[Node] = []
         place: dict[int, int] = {}
-        needed, pending = set[int](), list(outputs.values())
-        while pending:
-            index = pending.pop()
-            if index not in needed:
-                needed.add(index)
-                pending += () if index in inputs else trace.nodes[index].args
         read: dict[str, TensorType] = {}
-        for index in sorted(needed):
+        for index in reached(trace.nodes, outputs.values(), inputs):
             node = trace.nodes[index]
             if index in inputs:
                 node = Node("input", (), inputs[index])
@@ -384,7 +368,7 @@ class PlannedBackward:
             base, times = dim, 1
             with suppress(ValueError):
                 while True:
-                    base, times = base.halved(), 2 * times
+                    base, times = base.divided(Dim.parse(2)), 2 * times
             known_as = {b: n for n, b in self.widths.items()}
             name = known_as.get(base, f"W{len(self.widths)}")
             self.widths[name] = base

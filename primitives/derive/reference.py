@@ -3,6 +3,7 @@ spec, or the code of a backward's pointwise head (the part before its matmuls)."
 
 from __future__ import annotations
 
+from coda_agent.primitives.derive.simplify import reached
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Node, Program, sizes_named
 from coda_agent.primitives.lang.signature import Type
@@ -57,9 +58,7 @@ def reference(program: Program, cast: bool = False) -> str:
     lines: list[str] = []
     types = program.types()
     chosen = {i: n for n, i in program.outputs.items()}
-    used = set(program.outputs.values())
-    for index in range(len(program.nodes) - 1, -1, -1):
-        used.update(program.nodes[index].args if index in used else ())
+    used = set(reached(program.nodes, program.outputs.values()))
     for index, node in enumerate(program.nodes):
         if index not in used:
             names.append("")

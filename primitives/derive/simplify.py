@@ -8,7 +8,7 @@ constant along a row or column. Another rule replaces ``pairs(join(a, b))`` by `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coda_agent.primitives.lang.ir import OPERATIONS, Node
@@ -25,6 +25,18 @@ FOLDED: dict[str, Callable[..., float]] = {
 UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 EXTREMA = {"greater": "maximum", "less": "minimum"}
 SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
+
+
+def reached(nodes: Sequence[Node], roots: Iterable[int], stop: Collection[int] = ()) -> list[int]:
+    """The nodes ``roots`` and all nodes on which they depend, in order. What a node of ``stop`` depends on
+    does not count."""
+    seen, pending = set[int](), list(roots)
+    while pending:
+        index = pending.pop()
+        if index not in seen:
+            seen.add(index)
+            pending += () if index in stop else nodes[index].args
+    return sorted(seen)
 
 
 class Factors(NamedTuple):
@@ -350,13 +362,7 @@ class Simplifier(Trace):
         """Rebuild the nodes that are the values of the dicts ``groups``, and return dicts with the new nodes.
         Where possible, the new nodes compute sums over a matmul's result from another matmul (see
         ``turned``)."""
-        needed, pending = set[int](), [i for group in groups for i in group.values()]
-        while pending:
-            index = pending.pop()
-            if index not in needed:
-                needed.add(index)
-                pending += self.nodes[index].args
-        own = sorted(needed)
+        own = reached(self.nodes, (i for group in groups for i in group.values()))
         self.products = {self.nodes[i].args: i for i in own if self.nodes[i].op == "gemm"}
         place: dict[int, int] = {}
         for index in own:

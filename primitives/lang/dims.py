@@ -54,12 +54,7 @@ class Dim:
 
     def __call__(self, sizes: Mapping[str, int]) -> int:
         """The polynomial's value at given sizes. Raises KeyError for a dim without a size."""
-        total = 0
-        for monomial, product in self.terms:
-            for name in monomial:
-                product *= sizes[name]
-            total += product
-        return int(total)
+        return int(self.value(sizes))
 
     def value(self, sizes: Mapping[str, Any]) -> Any:
         """The polynomial's value, with numbers or tensors in place of dims."""
@@ -97,12 +92,6 @@ class Dim:
                 product = product * Dim({(name,): 1, (): 1})  # a dim is 1 plus something that is not negative
             total = total + product
         return all(coefficient > 0 for _, coefficient in total.terms)
-
-    def halved(self) -> Dim:
-        """Return self / 2. Raises ValueError if that is not an integer polynomial."""
-        if any(c % 2 for _, c in self.terms):
-            raise ValueError(f"{self} is not divisible by 2")
-        return Dim({m: c // 2 for m, c in self.terms})
 
     def divided(self, other: Dim) -> Dim:
         """Return self / other, where ``other`` is a single term such as 2*P. Raises ValueError if the result

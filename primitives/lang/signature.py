@@ -59,6 +59,14 @@ class Type(NamedTuple):
         return spread.get(self.kind, f"{self.kind} [{size}]")
 
 
+def sole(name: str, kind: Kind, types: tuple[Type, ...]) -> Type:
+    """The type of an operation's only argument. Raises ProgramError unless there is one, of this kind."""
+    if [t.kind for t in types] != [kind]:
+        given = ", ".join(map(str, types)) or "nothing"
+        raise ProgramError("arguments", f"{name} takes one {kind}, not {given}")
+    return types[0]
+
+
 class TensorType(NamedTuple):
     """The symbolic shape (rank 0 to 3) and dtype of a kernel's input or output.
 

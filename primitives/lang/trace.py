@@ -59,22 +59,15 @@ class Trace:
         return self._known[node]
 
     def line(self) -> int | None:
-        """The line of the kernel file that adds the current node."""
-        return _kernel_line()
+        """The line of the kernel file that adds the current node, from the file's innermost stack frame. None
+        if no code of the file is running."""
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != FILENAME:
+            frame = frame.f_back
+        return None if frame is None else int(frame.f_lineno)
 
 
 _current: Trace | None = None
-
-
-def _kernel_line() -> int | None:
-    """The current line of the kernel file, from the file's innermost stack frame. None if no code of the file
-    is running."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename == FILENAME:
-            return int(frame.f_lineno)
-        frame = frame.f_back
-    return None
 
 
 @contextmanager

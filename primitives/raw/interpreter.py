@@ -77,12 +77,10 @@ class Functions:
             case ast.FunctionDef(name=name) if name in (self.name, f"{self.name}_fast") or name.startswith(
                 f"_{self.name}_"
             ):
-                held: Mapping[str, object] = self.functions
                 self.functions[name] = statement
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name.startswith(
                 f"{self.name.upper()}_"
             ):
-                held = self.constants
                 self.constants[name] = value
             case _:
                 raise RawError(
@@ -91,7 +89,7 @@ class Functions:
                     f"_{self.name}_..., and constants named {self.name.upper()}_..., nothing else",
                     statement.lineno,
                 )
-        if len(held) + len(self.functions) + len(self.constants) > 64:
+        if len(self.functions) + len(self.constants) > 32:
             raise RawError("form", "over 32 functions and constants: write fewer", statement.lineno)
 
     def _check(self, name: str) -> None:

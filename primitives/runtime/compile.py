@@ -15,9 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,17 +234,22 @@ def _resources(
     schedule: Schedule | None,
     sizes: Mapping[str, int],
 ) -> Resources:
-    fields = schedule.to_json() if schedule else None
+    fields, copies = schedule.to_json() if schedule else None, _bulk_copies(kernel)
     if lowered.edited:
         built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), scratch)
         cubin = scratch / "built.cubin"
         cubin.write_bytes(built.cubin)
-        copies = _bulk_copies(kernel)
         resources = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds, copies)
         cubin.unlink()
         return replace(resources, own_launch=built.own_launch)
-    build = partial(compile_kernel, lowered, kernel, schedule, sizes)
-    return _resources_of(scratch, kernel.name, fields, build, _bulk_copies(kernel))
+    start = time.monotonic()
+    with noting_stages() as stages:
+        compile_kernel(lowered, kernel, schedule, sizes)
+    seconds = time.monotonic() - start
+    (cubin,) = scratch.rglob("*.cubin")
+    resources = inspect_cubin(cubin, kernel.name, fields, stages[-1] if stages else None, seconds, copies)
+    cubin.unlink()  # because the next configuration's cubin has the same name
+    return resources
 
 
 def _bulk_copies(kernel: GemmKernel | VectorKernel) -> tuple[str, ...]:
@@ -253,23 +257,6 @@ def _bulk_copies(kernel: GemmKernel | VectorKernel) -> tuple[str, ...]:
     if not isinstance(kernel, GemmKernel) or kernel.offsets is None:
         return PLAIN
     return OWN if kernel.own else GROUPED
-
-
-def _resources_of(
-    scratch: Path,
-    name: str,
-    schedule: dict[str, Any] | None,
-    build: Callable[[], Any],
-    copies: Collection[str],
-) -> Resources:
-    start = time.monotonic()
-    with noting_stages() as stages:
-        build()
-    seconds = time.monotonic() - start
-    (cubin,) = scratch.rglob("*.cubin")
-    resources = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds, copies)
-    cubin.unlink()  # because the next configuration's cubin has the same name
-    return resources
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ def _on_its_device(device: torch.device, call: Callable[..., Any]) -> Callable[.
     return switched
 
 
-def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """An itemgetter that returns a tuple even for a single name."""
-    return itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
+def picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """An itemgetter that returns a tuple even for a single key."""
+    return itemgetter(*keys) if len(keys) > 1 else lambda values: (values[keys[0]],)
 
 
 def _strided(shape: list[int], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -115,7 +115,7 @@ class Plan:
         self._names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
         self._names |= {index: name for name, index in program.outputs.items()}
         signature = program.signature
-        self._in_order, self._out_order = _picker(tuple(signature.inputs)), _picker(tuple(signature.outputs))
+        self._in_order, self._out_order = picker(tuple(signature.inputs)), picker(tuple(signature.outputs))
         shapes = {n: [d(self.sizes) for d in t.shape] for n, t in signature.outputs.items()}
         self._like = {n: _strided(shapes[n], t.dtype) for n, t in signature.outputs.items()}
         self._updates, self._empty = signature.updates, _allocator(self.device)

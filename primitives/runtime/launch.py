@@ -6,7 +6,6 @@ import errno
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +18,7 @@ from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule, all_by_step, by_step
-from coda_agent.primitives.runtime.executable import Plan, on_device
+from coda_agent.primitives.runtime.executable import Plan, on_device, picker
 from coda_agent.primitives.runtime.familiar import FamiliarPlans
 from coda_agent.primitives.runtime.launchable import (
     LaunchError,
@@ -69,8 +68,7 @@ class Kernel:
         self._planning = threading.Lock()
         signature = self.program.signature
         self._number, self._updates = len(signature.inputs), tuple(signature.updates.items())
-        # the itemgetter returns a tuple, because a GEMM has at least two inputs
-        self._in_order = itemgetter(*signature.inputs, *signature.named)
+        self._in_order = picker((*signature.inputs, *signature.named))
         self._familiar = FamiliarPlans([[*signature.inputs].index(n) for n in signature.updates.values()])
 
     def __reduce__(self) -> tuple[Any, ...]:

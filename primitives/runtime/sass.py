@@ -122,7 +122,7 @@ def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing
     """
     lowered = kernel.lowered
     static = {dim: sizes[dim] for dim in kernel.program.signature.static}
-    chosen = {str(step): s.to_json() for step, s in sorted(kernel.schedules.items())}
+    chosen = {str(step): s.to_json() for step, s in sorted(kernel.fixed.items())}
     # the program's hash is part of the key, because the lowered code does not state the tiles' dtypes
     own = kernel.program._replace(schedule={}).hash
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)

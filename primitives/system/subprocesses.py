@@ -213,6 +213,14 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
     return True
 
 
+def how(status: int) -> str:
+    """How a process ended, such as "SIGKILL" or "exit status 1". ``status`` is negative for a signal."""
+    if status >= 0:
+        return f"exit status {status}"
+    known = -status in list(signal.Signals)
+    return signal.Signals(-status).name if known else f"signal {-status}"  # real-time signals have no names
+
+
 def end(process: subprocess.Popen[Any]) -> int:
     """Kill the child and all processes of its group, and reap the child; return the child's exit status,
     which is negative if a signal ended the child."""

@@ -41,11 +41,11 @@ from coda_agent.comparison.drawing.summary import (
     conditions_text,
     findings,
     ordered,
-    together,
 )
 from coda_agent.comparison.results import ArmFailure, Loss, Present, Results
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
+from coda_agent.verifier.statistics import product
 from comparison import WIDE, arm, interval, line, printed, session
 
 HOSTILE = (
@@ -112,7 +112,7 @@ def test_half_widths_of_rows_add_as_squares_in_logarithms() -> None:
         interval(1.2, 1.2 / math.exp(0.03), 1.2 * math.exp(0.06)),
         interval(1.0, math.exp(-0.04), math.exp(0.08)),
     )
-    mean = together([first, second])
+    mean = product([first, second], 1 / 2)
     assert mean.estimate == pytest.approx(math.sqrt(1.2), abs=NEAR)
     assert math.log(mean.estimate / mean.low) == pytest.approx(0.05 / 2, abs=NEAR)
     assert math.log(mean.high / mean.estimate) == pytest.approx(0.10 / 2, abs=NEAR)
@@ -121,7 +121,7 @@ def test_half_widths_of_rows_add_as_squares_in_logarithms() -> None:
 
 def test_one_row_is_its_own_mean() -> None:
     only = interval(1.1, 1.05, 1.2)
-    mean = together([only])
+    mean = product([only])
     assert (mean.estimate, mean.low, mean.high) == pytest.approx((1.1, 1.05, 1.2), abs=NEAR)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from operators import of_spec
 
 from coda_agent.fused import launching, ops, schedules
 from coda_agent.fused.programs import Typed
@@ -78,6 +79,12 @@ def test_rows_by_experts_serve_only_programs_with_experts() -> None:
     assert schedules.chosen(program, WIDE, H100, [row, far]) == {0: far.schedule}
     experts = {"T": 16384, "E": 8, "D": 4096, "F": 11008}
     assert schedules.chosen(grouped, experts, H100, [row, far]) == {0: row.schedule}
+
+
+def test_a_product_of_each_expert_has_sizes_too() -> None:
+    program = of_spec("gemm_grouped_weight_grad", "    return {'dw': gemm(dz.mT, x, offsets)}\n")
+    sizes = {"T": 16384, "E": 8, "N": 22016, "K": 4096}
+    assert schedules.products(program, sizes) == {0: (22016, 4096, 16384, 8)}
 
 
 @pytest.mark.parametrize("pairs", [16, 32, 64])

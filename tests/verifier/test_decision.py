@@ -21,7 +21,7 @@ from coda_agent.verifier.decision import (
 )
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.report import Accepted, Authorship, Ratio, Timing, join
+from coda_agent.verifier.report import Accepted, Authorship, Ratio, Timing, joined
 from coda_agent.verifier.spec.model import Spec
 
 
@@ -49,7 +49,9 @@ def decided(spec: Spec, speedups: dict[str, float], **changes: Any) -> dict[str,
 def evidence_of(spec: Spec, speedup: float) -> Accepted:
     program = program_of(spec, TOY_KERNEL)
     author = Authorship(author="Ada", attempts=1, run="r")
-    return join(checked(spec, program), measured(spec, program, speedup), author)
+    made = joined(checked(spec, program), measured(spec, program, speedup))
+    assert isinstance(made, Accepted)
+    return made.model_copy(update={"authorship": author})
 
 
 @pytest.mark.parametrize("slow", ["large", "wide"])

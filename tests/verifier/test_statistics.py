@@ -9,7 +9,7 @@ import random
 import pytest
 
 from coda_agent.verifier import statistics
-from coda_agent.verifier.statistics import Interval, across, detectable, ratio, through
+from coda_agent.verifier.statistics import Interval, across, detectable, product, ratio
 
 ROUNDS, TRIALS = 24, 40
 
@@ -32,7 +32,7 @@ def test_both_ways_to_draw_anew_draw_the_same(rounds: int, processes: int) -> No
 
 def test_half_widths_of_both_steps_add_as_squares_in_logarithms() -> None:
     first, second = interval(2.0, 0.03, 0.05), interval(1.5, 0.04, 0.12)
-    found, back = through(first, second), through(second, first)
+    found, back = product((first, second)), product((second, first))
     assert found.estimate == back.estimate == 3.0
     assert (found.low, found.high) == pytest.approx((3 * math.exp(-0.05), 3 * math.exp(0.13)), rel=1e-12)
     assert (back.low, back.high) == pytest.approx((found.low, found.high), rel=1e-12)
@@ -43,7 +43,7 @@ def test_half_widths_of_both_steps_add_as_squares_in_logarithms() -> None:
 
 def test_a_step_without_uncertainty_adds_none() -> None:
     exact, wide = interval(0.5, 0, 0), interval(1.2, 0.02, 0.03)
-    for found in (through(exact, wide), through(wide, exact)):
+    for found in (product((exact, wide)), product((wide, exact))):
         assert (found.low, found.high) == pytest.approx((0.5 * wide.low, 0.5 * wide.high), rel=1e-12)
 
 
@@ -59,7 +59,7 @@ def measured(draw: random.Random, truth: float, noise: float) -> Interval:
 def test_intervals_cover_the_truth_whichever_step_is_the_noisy_one(noise: tuple[float, float]) -> None:
     draw, covered, widths = random.Random(4), 0, []
     for _ in range(TRIALS):
-        found = through(measured(draw, 1.1, noise[0]), measured(draw, 0.8, noise[1]))
+        found = product((measured(draw, 1.1, noise[0]), measured(draw, 0.8, noise[1])))
         covered += found.low <= 1.1 * 0.8 <= found.high
         widths.append(math.log(found.high / found.low))
     assert covered >= 0.9 * TRIALS

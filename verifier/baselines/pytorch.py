@@ -63,28 +63,21 @@ def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor"
     return torch.compile(own, fullgraph=True, dynamic=False, backend=backend, mode=MODES[mode])
 
 
-def eager(
-    spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> Callable[[], dict[str, Tensor]]:
-    """Return a call that runs the ``formulation`` without a compiler."""
-    return _bind(formulation(spec, sizes), spec, inputs)
+def eager(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], dict[str, Tensor]]]:
+    """Calls that run the ``formulation`` without a compiler, one per set of inputs."""
+    step = formulation(spec, sizes)
+    return [_bind(step, spec, inputs) for inputs in sets]
 
 
-def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Callable[[], list[Tensor]]:
-    """Return a call that runs only the formulation's matmuls, in cuBLAS. The call uses ``torch.mm`` with the
-    formulation's operands and output dtypes, and writes into preallocated outputs. The formulation runs once,
-    to collect the matmuls.
+def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], list[Tensor]]]:
+    """Calls that run only the formulation's matmuls, in cuBLAS, one per set of inputs. A call uses
+    ``torch.mm`` with the formulation's operands and output dtypes. All calls write into the same preallocated
+    outputs. The formulation runs once per set, to collect the matmuls.
 
     ``torch.mm`` takes no fp8 operands, so fp8 matmuls use ``torch._scaled_mm`` with the formulation's scales,
     output dtype and accumulation mode. cuBLAS applies the scales within the matmul. A bias in the formulation
     is left out. Raises ValueError for a formulation without a matmul.
     """
-    return matmuls(spec, [inputs], sizes)[0]
-
-
-def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], list[Tensor]]]:
-    """Return one call per set of inputs, like the call that ``matmul`` returns. All calls write into the same
-    outputs."""
     every = [products(spec, inputs, sizes) for inputs in sets]
     outs = [p.out() for p in every[0]]
     return [partial(_multiplied, found, outs) for found in every]
@@ -131,15 +124,11 @@ def _multiplied(found: list[Product], outs: list[Tensor]) -> list[Tensor]:
     return outs
 
 
-def _eager_each(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], dict[str, Tensor]]]:
-    return [eager(spec, inputs, sizes) for inputs in sets]
-
-
 CUBLAS, MAX_AUTOTUNE = "cuBLAS matmul", "torch.compile max-autotune"
 BASELINES: dict[str, Builder] = {
     "torch.compile": compiled,
     MAX_AUTOTUNE: partial(compiled, mode="max-autotune"),
-    "eager": _eager_each,
+    "eager": eager,
     CUBLAS: matmuls,
 }
 
@@ -191,7 +180,7 @@ def _bind(
 def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Product]:
     """Run the formulation once; return the formulation's matmuls in order. Raises ValueError if the
     formulation has no matmul."""
-    found = _recorded(eager(spec, inputs, sizes))
+    found = _recorded(*eager(spec, [inputs], sizes))
     if not found:
         raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")
     return found

@@ -164,13 +164,9 @@ def tuned_calls(
 def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
     """Whether ``tuned_calls`` can skip the full search, because good schedules are on disk or in ``known``.
     Generates small inputs on the GPU. Raises ValueError if QuACK has no epilogue for the spec."""
-    from coda_agent.verifier.numerics.inputs import draw
-
     if _again(arm, known):
         return True
-    small = dict(_small(spec, sizes))
-    stages = _stages(spec, draw(spec, small, 0, device="cuda"), small, arm)
-    return _cache_path(spec, sizes, arm, stages).exists()
+    return _cache_path(spec, sizes, arm, _on_small(spec, _small(spec, sizes), arm)).exists()
 
 
 def parsed(arms: Mapping[str, Finalists]) -> dict[str, list[Configs]]:
@@ -301,12 +297,10 @@ def to_compile(
     """Return jobs that compile, into QuACK's object cache, the schedules that ``tuned_calls`` would time
     first. These are the known schedules, or else the schedules of the first round. Generates small inputs on
     the GPU. Raises ValueError if QuACK has no epilogue for the spec."""
-    from coda_agent.verifier.numerics.inputs import draw
-
     small, again = _small(spec, sizes), _again(arm, known)
     space, refine = SPACES[arm]
     jobs: list[workers.Job] = []
-    for index, stage in enumerate(_stages(spec, draw(spec, dict(small), 0, device="cuda"), dict(small), arm)):
+    for index, stage in enumerate(_on_small(spec, small, arm)):
         start = space(stage)
         first = _admitted(again[index], start, refine) if index < len(again) else start
         new, _ = _untried(spec, small, arm, index, stage, first)
@@ -357,13 +351,18 @@ def _small(spec: Spec, sizes: Mapping[str, int]) -> Small:
     return tuple((dim, sizes[dim] if dim in spec.static else SMALL) for dim in spec.dims)
 
 
-def _compile_one(task: Task) -> bool:
-    """Compile a config in a worker process on the GPU; return whether the compiler accepts it."""
+def _on_small(spec: Spec, small: Small, arm: str) -> Sequence[QuackEpilogue]:
+    """The arm's GEMMs on small inputs, which this function draws on the GPU."""
     from coda_agent.verifier.numerics.inputs import draw
 
+    sizes = dict(small)
+    return _stages(spec, draw(spec, sizes, 0, device="cuda"), sizes, arm)
+
+
+def _compile_one(task: Task) -> bool:
+    """Compile a config in a worker process on the GPU; return whether the compiler accepts it."""
     spec, small, arm, index, chosen = task
-    sizes, fine = dict(small), False
-    stage = _stages(spec, draw(spec, sizes, 0, device="cuda"), sizes, arm)[index]
+    stage, fine = _on_small(spec, small, arm)[index], False
     with contextlib.suppress(*refusals()):  # a refused config is not timed
         stage.prepare(chosen)
         fine = True

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "Tensor"]
 
 
-def _nothing() -> None:
-    """Do nothing before the GEMM."""
-
-
-def _no_more(partials: Tensors) -> dict[str, Tensor]:
-    return {}
-
-
 @dataclass(frozen=True)
 class QuackEpilogue:
     """A GEMM with one of QuACK's epilogues, on existing tensors. The GEMM computes D = epilogue(a @ b, c,
@@ -44,8 +36,8 @@ class QuackEpilogue:
     c: Tensor | None = None
     operands: dict[str, Any] = field(default_factory=dict)
     accumulate: bool = False
-    start: Callable[[], object] = _nothing
-    finish: Callable[[Tensors], dict[str, Tensor]] = _no_more
+    start: Callable[[], object] = lambda: None
+    finish: Callable[[Tensors], dict[str, Tensor]] = lambda partials: {}
 
     @property
     def paired(self) -> bool:

@@ -111,19 +111,11 @@ def _activated(g: Given, mod: Any, second: str, *, gated: bool, **operands: Tens
     return QuackEpilogue(mod, x, w.mT, outs, {"D": "preact", second: "act"}, operands=operands)
 
 
-def _gated(g: Given, activation: str) -> QuackEpilogue:
+def _gated(g: Given, activation: str) -> tuple[QuackEpilogue, ...]:
     from quack.epilogue.library import linear_act_mod
 
     mod = linear_act_mod(activation, gated=True, has_c=False, has_rowvec=False, has_colvec=False)
-    return _activated(g, mod, "mAuxOut", gated=True)
-
-
-def _swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
-    return (_gated(g, "swiglu"),)
-
-
-def _geglu(g: Given) -> tuple[QuackEpilogue, ...]:
-    return (_gated(g, "geglu"),)
+    return (_activated(g, mod, "mAuxOut", gated=True),)
 
 
 def _rmsnorm_swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
@@ -151,7 +143,7 @@ def _relu2(g: Given) -> tuple[QuackEpilogue, ...]:
 def _swiglu_mlp(g: Given) -> tuple[QuackEpilogue, ...]:
     from quack.epilogue.library import identity_epi
 
-    first, w = _gated(g, "swiglu"), g.inputs["w_down"]
+    (first,), w = _gated(g, "swiglu"), g.inputs["w_down"]
     act = first.outs["mAuxOut"]
     outs = {"D": act.new_empty(act.shape[0], w.shape[0])}
     return first, QuackEpilogue(identity_epi, act, w.mT, outs, {"D": "out"})
@@ -200,16 +192,10 @@ def _cross_entropy(g: Given, mod: Any, *, stored: bool = True, **operands: Any) 
     return QuackEpilogue(mod, x, w.mT, outs, names, operands=operands, start=picked.zero_, finish=finish)
 
 
-def _partial_cross_entropy(g: Given) -> tuple[QuackEpilogue, ...]:
+def _partial_cross_entropy(g: Given, *, stored: bool = True) -> tuple[QuackEpilogue, ...]:
     from quack.epilogue.library import lse_target_epi
 
-    return (_cross_entropy(g, lse_target_epi),)
-
-
-def _partial_cross_entropy_unstored(g: Given) -> tuple[QuackEpilogue, ...]:
-    from quack.epilogue.library import lse_target_epi
-
-    return (_cross_entropy(g, lse_target_epi, stored=False),)
+    return (_cross_entropy(g, lse_target_epi, stored=stored),)
 
 
 def _rmsnorm_partial_cross_entropy(g: Given) -> tuple[QuackEpilogue, ...]:
@@ -231,8 +217,8 @@ LIBRARY: dict[str, QuackImplementation] = {
     "gemm_row_abs_max": QuackImplementation("library", _row_abs_max),
     "gemm_alpha_residual": QuackImplementation("library", _alpha_residual),
     "gemm_grad_accumulate": QuackImplementation("library", _grad_accumulate),
-    "gemm_swiglu": QuackImplementation("library", _swiglu),
-    "gemm_geglu": QuackImplementation("library", _geglu),
+    "gemm_swiglu": QuackImplementation("library", partial(_gated, activation="swiglu")),
+    "gemm_geglu": QuackImplementation("library", partial(_gated, activation="geglu")),
     "gemm_rmsnorm_swiglu_fp16": QuackImplementation("library", _rmsnorm_swiglu),
     "gemm_rmsnorm_swiglu": QuackImplementation("library", _rmsnorm_swiglu),
     "gemm_bias_gelu": QuackImplementation("library", _bias_gelu),
@@ -241,7 +227,9 @@ LIBRARY: dict[str, QuackImplementation] = {
     "gemm_swiglu_bwd": QuackImplementation("library", _swiglu_bwd),
     "gemm_gelu_bwd": QuackImplementation("library", _gelu_bwd, inexact=("dbias",)),
     "gemm_partial_cross_entropy": QuackImplementation("library", _partial_cross_entropy),
-    "gemm_partial_cross_entropy_unstored": QuackImplementation("library", _partial_cross_entropy_unstored),
+    "gemm_partial_cross_entropy_unstored": QuackImplementation(
+        "library", partial(_partial_cross_entropy, stored=False)
+    ),
     "gemm_rmsnorm_partial_cross_entropy": QuackImplementation("composed", _rmsnorm_partial_cross_entropy),
     "gemm_softcap_cross_entropy": QuackImplementation("composed", _softcap_cross_entropy),
     "gemm_softcap_cross_entropy_cap": QuackImplementation("composed", _softcap_cross_entropy),

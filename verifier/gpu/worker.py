@@ -16,7 +16,6 @@ import os
 import pickle
 import re
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -166,10 +165,9 @@ class Worker:
 
     def _death(self) -> Lost:
         status = self._process.wait()
-        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         said = self._said(SAID)
         self.close()
-        return Lost("crashed", f"the GPU worker died ({how}): {said or 'it said nothing'}")
+        return Lost("crashed", f"the GPU worker died ({subprocesses.how(status)}): {said or 'it said nothing'}")
 
     def _stillborn(self) -> WorkerError:
         said = self._said(SAID)

@@ -124,9 +124,8 @@ def jittered(spec: Spec, inputs: Tensors, sizes: Sizes) -> dict[str, Tensor]:
     """The oracle's outputs with random rounding errors: each operation's result is multiplied by 1 + 2**-52
     or 1 - 2**-52 (Monte Carlo arithmetic). Digits in which these outputs differ from the oracle's are
     unreliable. For example, z - tanh(z) for z below 1e-8 is zero in fp64, but not in these outputs."""
-    outputs = dict.fromkeys(spec.outputs, torch.float64)
     with _Jitter():
-        return _evaluate(spec, inputs, sizes, torch.float64, outputs)
+        return oracle(spec, inputs, sizes)
 
 
 def fp32(

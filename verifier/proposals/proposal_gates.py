@@ -17,7 +17,7 @@ from coda_agent.primitives.raw.arithmetic import Answer, Calls, answer
 from coda_agent.primitives.raw.error import RawError
 from coda_agent.verifier import verify
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
-from coda_agent.verifier.gpu.checks import KernelCase
+from coda_agent.verifier.gpu.checks import KernelCase, poisoned_run, stability
 from coda_agent.verifier.gpu.worker import Worker, report
 from coda_agent.verifier.proposals.proposal import SIZES, Proposal
 from coda_agent.verifier.proposals.proposal_points import FAMILIES, draw, errors_of
@@ -96,8 +96,6 @@ class PrimitiveCase(KernelCase):
 def numerics(job: PrimitiveCase) -> dict[str, Any]:
     """In a worker process, compare the kernel's outputs with fp64, on every family of points and with every
     schedule."""
-    from coda_agent.verifier.gpu.checks import poisoned_run
-
     assert job.proposal is not None
     outputs: dict[str, dict[str, float]] = {}
     seeds: dict[str, int] = {}
@@ -130,8 +128,6 @@ def measure(
 ) -> Measurement:
     """Run the GPU gates on the toy kernel that calls the functions. Compare the kernel's outputs with fp64,
     and compare repeated runs bit for bit."""
-    from coda_agent.verifier.gpu.checks import stability
-
     gates, program = Gates(progress), proposal.program(spec)
     schedules = tuple({0: probe} for probe in PROBES)
     seeds: dict[str, int] = {}

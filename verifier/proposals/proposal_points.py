@@ -80,23 +80,9 @@ def _edges(interval: tuple[float, float]) -> list[float]:
     low, high = (torch.tensor(end, dtype=torch.float32) for end in interval)
     ends = [low, torch.nextafter(low, high), torch.nextafter(high, low), high]
     sizes = [
-        0.0,
-        2.0**-149,
-        TINY / 2,
-        TINY,
-        2.0**-64,
-        ULP,
-        1e-4,
-        0.5,
-        1.0,
-        1 + ULP,
-        2.0,
-        10.0,
-        88.0,
-        104.0,
-        2.0**24,
-    ]
-    sizes += [2.0**64, LARGEST, math.inf]
+        0.0, 2.0**-149, TINY / 2, TINY, 2.0**-64, ULP, 1e-4, 0.5, 1.0, 1 + ULP, 2.0, 10.0, 88.0, 104.0,
+        2.0**24, 2.0**64, LARGEST, math.inf,
+    ]  # fmt: skip
     every = [s for size in sizes for s in (size, -size)] + [float(e) for e in ends]
     return [e for e in every if float(low) <= e <= float(high)]
 

@@ -140,7 +140,7 @@ def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str
         return tuple(record["layers"]), tuple(record["missing"])
     except (ValueError, TypeError, KeyError):
         said = ending.output[-2000:].decode("utf-8", "replace").strip()
-        why = "it was too slow to start" if ending.late else _death(ending.status)
+        why = "it was too slow to start" if ending.late else subprocesses.how(ending.status)
         raise JailUnavailable(
             f"the jail's child did not start ({why}): {said or 'it said nothing'}; "
             f"check that {sys.executable} starts with -I -S and can read {ROOT}"
@@ -157,7 +157,7 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
         limit = f"{wall_seconds:g} s" if ending.late else f"{CPU_SECONDS} s of CPU"
         return _reject("timeout", f"tracing took over {limit}: loops and calls run as Python, so use fewer")
     if ending.status != 0 or not answer.endswith(b"\n"):
-        return _reject("crashed", f"the tracing process died ({_death(ending.status)}) without a result")
+        return _reject("crashed", f"the tracing process died ({subprocesses.how(ending.status)}) without a result")
     record = _record(answer)
     try:
         match record:
@@ -184,15 +184,6 @@ def _record(answer: bytes) -> Any:
         return json.loads(answer)
     except (ValueError, RecursionError):
         return None
-
-
-def _death(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"
 
 
 def _printable(message: str) -> str:

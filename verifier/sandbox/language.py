@@ -75,7 +75,7 @@ def check(source: str, allowed: Collection[str]) -> ast.Module:
     tree = parse(source)
     checker = _KernelChecker(tree, frozenset(allowed))
     try:
-        checker.check()
+        checker.visit(tree)
     except RecursionError:
         raise too_deep(checker.line) from None
     return tree
@@ -86,7 +86,6 @@ class _KernelChecker:
     or of the last visited node that has a line number."""
 
     def __init__(self, tree: ast.Module, allowed: frozenset[str]):
-        self._tree = tree
         self._allowed = allowed
         self.line: int | None = None
         self._depth = 0
@@ -116,13 +115,10 @@ class _KernelChecker:
             ast.Subscript: self._subscript,
         }
 
-    def check(self) -> None:
-        self._visit(self._tree)
-
     def _refuse(self, message: str, code: str = "language") -> NoReturn:
         raise ProgramError(code, message, self.line)
 
-    def _visit(self, node: ast.AST) -> None:
+    def visit(self, node: ast.AST) -> None:
         self.line = getattr(node, "lineno", self.line)
         if self._depth >= MAX_DEPTH:
             raise too_deep(self.line)
@@ -140,7 +136,7 @@ class _KernelChecker:
 
     def _children(self, node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
-            self._visit(child)
+            self.visit(child)
 
     def _plain(self, node: ast.AST) -> None:
         match node:
@@ -169,9 +165,9 @@ class _KernelChecker:
             self.line = statement.lineno
             match statement:
                 case ast.ImportFrom() | ast.FunctionDef():
-                    self._visit(statement)
+                    self.visit(statement)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value) if not _calls(value):
-                    self._visit(statement)
+                    self.visit(statement)
                     self._constants[name] = value
                 case ast.Expr(value=ast.Constant(value=str())) if index == 0:
                     pass
@@ -181,7 +177,7 @@ class _KernelChecker:
                         "move this into the @kernel function"
                     )
                 case _:
-                    self._visit(statement)  # refuse the node, with a remedy
+                    self.visit(statement)  # refuse the node, with a remedy
         self._count_kernels(node)
 
     def _count_kernels(self, node: ast.Module) -> None:
@@ -213,12 +209,12 @@ class _KernelChecker:
             self.line = decorator.lineno
             if not isinstance(decorator, ast.Name) or decorator.id != "kernel":
                 self._refuse("the one decorator is @kernel, without arguments")
-            self._visit(decorator)
+            self.visit(decorator)
         self._binding(node.name)
         self._inside = node.name
-        self._visit(node.args)
+        self.visit(node.args)
         for statement in node.body:
-            self._visit(statement)
+            self.visit(statement)
         self._inside = None
 
     def _parameters(self, node: ast.arguments) -> None:
@@ -236,7 +232,7 @@ class _KernelChecker:
     def _assign(self, node: ast.Assign) -> None:
         for target in node.targets:
             self._target(target)
-        self._visit(node.value)
+        self.visit(node.value)
 
     def _update(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
@@ -248,14 +244,14 @@ class _KernelChecker:
     def _target(self, node: ast.expr) -> None:
         match node:
             case ast.Name():
-                self._visit(node)
+                self.visit(node)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 for part in parts:
                     self._target(part)
             case ast.Subscript(value=ast.Name()):
-                self._visit(node)
+                self.visit(node)
             case ast.Starred():
-                self._visit(node)  # refuse the node, with a remedy
+                self.visit(node)  # refuse the node, with a remedy
             case _:
                 self._refuse("assign to names, or to a dict's entry")
 
@@ -264,7 +260,7 @@ class _KernelChecker:
             case ast.Constant(value=str()):
                 pass  # a docstring
             case ast.Call():
-                self._visit(node.value)
+                self.visit(node.value)
             case ast.Yield() | ast.YieldFrom() | ast.Await():
                 self._refuse("a kernel returns its outputs once, as a dict")
             case _:
@@ -274,11 +270,11 @@ class _KernelChecker:
         if node.orelse:
             self._refuse("for ... else cannot be used here: write the lines after the loop")
         self._target(node.target)
-        self._visit(node.iter)
+        self.visit(node.iter)
         around = self._iterations
         self._enter_loop(node.iter)
         for statement in node.body:
-            self._visit(statement)
+            self.visit(statement)
         self._iterations = around
 
     def _comprehension(self, node: ast.ListComp | ast.DictComp) -> None:
@@ -287,10 +283,10 @@ class _KernelChecker:
             if part.ifs or part.is_async:
                 self._refuse("a comprehension cannot filter: write the list out")
             self._target(part.target)
-            self._visit(part.iter)
+            self.visit(part.iter)
             self._enter_loop(part.iter)
         for value in (node.elt,) if isinstance(node, ast.ListComp) else (node.key, node.value):
-            self._visit(value)
+            self.visit(value)
         self._iterations = around
 
     def _enter_loop(self, over: ast.expr) -> None:
@@ -355,7 +351,7 @@ class _KernelChecker:
     def _attribute(self, node: ast.Attribute) -> None:
         if node.attr not in diagnostics.ATTRIBUTES or isinstance(node.ctx, ast.Store):
             self._refuse(diagnostics.no_attribute(node.attr, self._allowed))
-        self._visit(node.value)
+        self.visit(node.value)
 
     def _call(self, node: ast.Call) -> None:
         if not isinstance(node.func, ast.Name) and not isinstance(node.func, ast.Attribute):
@@ -366,7 +362,7 @@ class _KernelChecker:
         if node.arg is None:
             self._refuse("**arguments cannot be used here: write the arguments out")
         self._identifier(node.arg)
-        self._visit(node.value)
+        self.visit(node.value)
 
     def _constant(self, node: ast.Constant) -> None:
         match node.value:
@@ -386,7 +382,7 @@ class _KernelChecker:
 
     def _subscript(self, node: ast.Subscript) -> None:
         if isinstance(node.slice, ast.Tuple) and any(isinstance(p, ast.Slice) for p in node.slice.elts):
-            self._visit(ast.copy_location(ast.Slice(), node))  # refuse the node, with a remedy
+            self.visit(ast.copy_location(ast.Slice(), node))  # refuse the node, with a remedy
         self._children(node)
 
 

@@ -108,7 +108,7 @@ class Init(Model):
 def _positive(formula: float | str, sizes: Sizes) -> float:
     """Evaluate arithmetic over dims. Raises ValueError unless the value is positive and finite."""
     value = arithmetic(formula, sizes)
-    if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
+    if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
     return value
 
@@ -117,7 +117,7 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
     """Evaluate arithmetic over dims. Raises ValueError unless the value is an integer of at least
     ``least``."""
     value = arithmetic(formula, sizes)
-    if isinstance(value, complex) or not math.isfinite(value) or value != int(value):
+    if not math.isfinite(value) or value != int(value):
         raise ValueError(f"{formula!r} is {value}; it must be an integer")
     if least is not None and value < least:
         raise ValueError(f"{formula!r} is {int(value)}; it must be at least {least}")
@@ -127,12 +127,15 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
 def arithmetic(formula: float | str, sizes: Sizes) -> float:
     """Evaluate a number, or arithmetic over dims. Raises ValueError if that fails."""
     try:
-        return _arithmetic(_parsed(str(formula)), sizes)
+        value = _arithmetic(_parsed(str(formula)), sizes)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"{formula!r} has no value ({error})") from None
     except KeyError as error:
         remedy = instead(error.args[0], sizes)
         raise ValueError(f"{formula!r}: dim {error} is not declared; {remedy}") from None
+    if isinstance(value, complex):  # a root of a negative number
+        raise ValueError(f"{formula!r} is {value}; it must be a real number")
+    return value
 
 
 @functools.lru_cache(maxsize=1024)

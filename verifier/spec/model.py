@@ -8,18 +8,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Self
 
 from pydantic import model_validator
 
-from coda_agent.primitives.lang.dims import solve
 from coda_agent.primitives.lang.signature import Signature, TensorType
 from coda_agent.verifier.spec.fields import instead
-from coda_agent.verifier.spec.parts import Case, Declared, OutputSpec, TensorSpec
-from coda_agent.verifier.spec.rules import assigned, check, describe
+from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
+from coda_agent.verifier.spec.rules import assigned, check
 
 
 class BadReference(Exception):
@@ -80,25 +78,21 @@ class Spec(Declared):
     def before(self) -> Spec | None:
         """The forward of a backward, as a spec; None for any other spec. The outputs of the forward's spec
         are the backward's inputs that the forward computes."""
-        if not self.forward:
-            return None
-        made = assigned(self.forward.reference) | assigned(self.forward.head)
-        known = self.inputs | self.forward.inputs
-        return self._part(self.forward.reference, {n: t for n, t in known.items() if n not in made})
+        forward = self.forward
+        return self._part(forward, forward.reference, forward.head) if forward else None
 
     @cached_property
     def head(self) -> Spec | None:
         """The part of a backward that runs before its matmuls, as a spec; None if there is no such part."""
-        if not (self.forward and self.before and self.forward.head):
-            return None
-        made = assigned(self.forward.head)
-        known = self.inputs | self.forward.inputs
-        return self._part(self.forward.head, {n: t for n, t in known.items() if n not in made})
+        forward = self.forward
+        return self._part(forward, forward.head) if forward and forward.head else None
 
-    def _part(self, text: str, inputs: dict[str, TensorSpec]) -> Spec:
-        known = self.inputs | (self.forward.inputs if self.forward else {})
-        made = [n for n in known if n in assigned(text)]
-        outputs = {n: OutputSpec(shape=known[n].shape, dtype=known[n].dtype) for n in made}
+    def _part(self, forward: ForwardSpec, text: str, later: str = "") -> Spec:
+        """The spec of a ``text`` that runs before this spec's reference. Its inputs are the tensors that
+        neither this text nor the ``later`` one computes."""
+        known, made = self.inputs | forward.inputs, assigned(text)
+        inputs = {n: t for n, t in known.items() if n not in made | assigned(later)}
+        outputs = {n: OutputSpec(shape=known[n].shape, dtype=known[n].dtype) for n in known if n in made}
         changes = {"inputs": inputs, "outputs": outputs, "reference": text}
         return self.model_copy(update=changes | {"forward": None, "baseline": None})
 
@@ -114,18 +108,6 @@ class Spec(Declared):
         if not found:
             raise KeyError(f"no case {name!r}; {instead(name, (c.name for c in self.cases))}")
         return found[0]
-
-    def solve(
-        self, shapes: Mapping[str, Sequence[int]], given: Mapping[str, int] = MappingProxyType({})
-    ) -> dict[str, int]:
-        """Derive the dims from the inputs' shapes and the ``given`` dims. If shapes disagree, raises
-        ValueError with the input and the axis."""
-        for name, tensor in self.inputs.items():
-            if len(shapes[name]) != len(tensor.shape):
-                raise ValueError(
-                    f"input {name!r} has {len(shapes[name])} axes; it is declared as {describe(tensor)}"
-                )
-        return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes, given)
 
 
 def _hashed_tensors(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def elementwise(
         name, arity = function.__name__, function.__code__.co_argcount
 
         def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
-            if len(types) != arity or attribute is not None:
+            if len(types) != arity:
                 raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(types)}")
             return broadcast(name, types)
 
@@ -127,8 +127,6 @@ def elementwise(
             if named:
                 by_place = ", ".join(function.__code__.co_varnames)
                 raise ProgramError("arguments", f"{name} takes its arguments by position: {name}({by_place})")
-            if len(args) != arity:
-                raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(args)}")
             return apply(name, *args)
 
         return primitive

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from coda_agent.primitives.lang.cutedsl import Reduction
-from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Derivative, Operation, Sides, register
-from coda_agent.primitives.lang.signature import Type
+from coda_agent.primitives.lang.signature import Type, sole
 from coda_agent.primitives.lang.trace import Tensor, apply
 
 Rule = Callable[[tuple[Type, ...], Attribute], Type]
@@ -50,11 +49,7 @@ def _of_a_tile(name: str, how: Reduction) -> Rule:
     """The typing rule of a reduction that takes one tile and returns a vector."""
 
     def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
-        if [t.kind for t in types] != ["tile"]:
-            raise ProgramError(
-                "arguments", f"{name} takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
-            )
-        rows, columns = types[0].shape
+        rows, columns = sole(name, "tile", types).shape
         return Type("vector", (rows if how.axis == "row" else columns,))
 
     return infer

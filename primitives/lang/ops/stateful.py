@@ -9,7 +9,7 @@ from coda_agent.primitives.lang.cutedsl import Reduction, Statistic
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, register
 from coda_agent.primitives.lang.ops.reductions import EXTREMUM, Rule, reduces
-from coda_agent.primitives.lang.signature import Type
+from coda_agent.primitives.lang.signature import Type, sole
 from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
 
 
@@ -26,11 +26,7 @@ def _heads(name: str) -> Rule:
     """The typing rule of a head statistic, which takes one tile and returns one value per head."""
 
     def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
-        if [t.kind for t in types] != ["tile"]:
-            raise ProgramError(
-                "arguments", f"{name} takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
-            )
-        rows, columns = types[0].shape
+        rows, columns = sole(name, "tile", types).shape
         (width,) = size_attributes(attribute, 1)
         try:
             return Type("head", (rows, columns.divided(width)), width)

@@ -13,7 +13,7 @@ from typing import Any
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, register
-from coda_agent.primitives.lang.signature import Type
+from coda_agent.primitives.lang.signature import Type, sole
 from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
 
 
@@ -116,7 +116,7 @@ def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
         )
     (whole,) = types
     try:
-        half = whole.shape[-1].halved()
+        half = whole.shape[-1].divided(Dim.parse(2))
     except ValueError:
         raise ProgramError(
             "width",
@@ -261,9 +261,7 @@ register(
 
 def _ranged(name: str, types: tuple[Type, ...], attribute: Attribute) -> Dim:
     """Check a range of a tile's columns, and return its width."""
-    if [t.kind for t in types] != ["tile"]:
-        raise ProgramError("arguments", f"{name} takes one tile, not {', '.join(map(str, types))}")
-    columns = types[0].shape[1]
+    columns = sole(name, "tile", types).shape[1]
     first, width = size_attributes(attribute, 2)
     if not all(size.never_negative() for size in (first, width, columns + -first + -width)):
         raise ProgramError(

@@ -10,26 +10,18 @@ from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.cutedsl import Spread
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, register
-from coda_agent.primitives.lang.signature import Type
+from coda_agent.primitives.lang.signature import Type, sole
 from coda_agent.primitives.lang.trace import Tensor, apply, dim_attribute
 
 LARGEST = (2 - 2**-23) * 2.0**127  # the largest fp32 number
 
 
-def _vector(name: str, types: tuple[Type, ...]) -> Type:
-    if [t.kind for t in types] != ["vector"]:
-        raise ProgramError(
-            "arguments", f"{name} takes one vector, not {', '.join(map(str, types)) or 'nothing'}"
-        )
-    return types[0]
-
-
 def _row(types: tuple[Type, ...], attribute: Attribute) -> Type:
-    return Type("row", _vector("per_row", types).shape)
+    return Type("row", sole("per_row", "vector", types).shape)
 
 
 def _column(types: tuple[Type, ...], attribute: Attribute) -> Type:
-    return Type("column", _vector("per_column", types).shape)
+    return Type("column", sole("per_column", "vector", types).shape)
 
 
 def _per_head(types: tuple[Type, ...], attribute: Attribute) -> Type:

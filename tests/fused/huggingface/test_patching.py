@@ -251,14 +251,17 @@ def test_lora_adapters_stand_beside(first: bool) -> None:
 
 
 @BOTH_MODES
-def test_a_hook_on_a_projection_is_called(stack: bool) -> None:
-    model = small_models.model("Llama")
+@pytest.mark.parametrize("when", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+@pytest.mark.parametrize(
+    "path", ["layers.0.mlp.up_proj", "layers.0.mlp", "layers.1.self_attn", "layers.1.input_layernorm", "head"]
+)
+def test_a_hook_is_called(path: str, when: str, stack: bool) -> None:
+    model, seen = small_models.model("Llama"), list[int]()
     fused.patch(model, stack=stack)
-    seen: list[int] = []
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append(0))
-    model.model.layers[1].self_attn.register_forward_hook(lambda *_: seen.append(1))
-    trained(model, tokens())
-    assert seen == [0, 1]
+    module = model.lm_head if path == "head" else model.model.get_submodule(path)
+    getattr(module, f"register_{when}_hook")(partial(lambda seen, *_: seen.append(1), seen))
+    trained(model, tokens(), use_cache=False)
+    assert seen == [1]
 
 
 @BOTH_MODES

@@ -207,8 +207,10 @@ def test_the_rest_of_the_vocabulary() -> None:
 def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         compiling,
-        "_resources_of",
-        lambda scratch, name, raw, build, copies: Resources(name, raw, 0, 0, None, *[0] * 6),
+        "_resources",
+        lambda scratch, lowered, kernel, s, sizes: Resources(
+            kernel.name, s and s.to_json(), 0, 0, None, *[0] * 6
+        ),
     )
     monkeypatch.setattr(compiling, "_run_child", in_this_process)
     wanted = (Schedule(), Schedule(128, 192), Schedule(128, 208))

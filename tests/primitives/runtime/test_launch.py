@@ -293,6 +293,14 @@ def test_an_update_is_written_into_the_inputs_own_tensor(calls, anywhere):
     assert same(a, inputs["dy"]) and a.shape == (200, 100) and b is inputs["x"]
 
 
+def test_the_only_input_of_a_kernel_is_passed_whole(calls, anywhere):
+    signature = kernels.signature({"x": kernels.tensor("M, K")}, {"y": kernels.tensor("M, M")})
+    program = kernels.trace(signature, "return {'y': gemm(x, x.mT)}")
+    x = torch.zeros(16, 64, dtype=torch.bfloat16)
+    Kernel(KernelSource(program, {0: Schedule()}))(x=x)
+    assert calls[0][1][0] is x
+
+
 def test_an_edited_text_runs_on_what_its_report_says_it_was_proved_on(calls, anywhere, monkeypatch, tmp_path):
     program, inputs = kernels.NORM.program, planned(kernels.NORM.program)[1]
     text = editable(program) + "# edited\n"

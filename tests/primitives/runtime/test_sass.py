@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from operators import of_spec
@@ -110,6 +111,20 @@ def test_both_launches_of_a_split_step_are_read() -> None:
     # launch waits earlier in its code than the second.
     waits = [[i.address for i in each.instructions if "ACQBULK" in i.text] for each in (first, second)]
     assert len(waits[0]) == len(waits[1]) == 1 and waits[0] < waits[1]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_schedule_in_a_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def compiled(request: str) -> list[dict[str, Any]]:
+        asked.append(json.loads(request))
+        return []
+
+    monkeypatch.setattr(sass, "_run_child", compiled)
+    own = Schedule(128, 192)
+    disassemble(KernelSource(BACKWARD._replace(schedule={0: own})), SIZES)
+    assert asked[0]["schedules"] == {"0": own.to_json()}
 
 
 @pytest.mark.usefixtures("own_cache")

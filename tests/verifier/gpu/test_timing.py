@@ -20,7 +20,7 @@ from coda_agent.verifier.baselines.pytorch import (
     compiled,
     eager,
     formulation,
-    matmul,
+    matmuls,
     products,
 )
 from coda_agent.verifier.numerics.inputs import draw
@@ -357,7 +357,7 @@ def by_hand(x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor) -> dict[str, t
 
 
 def test_eager_is_the_formulation_by_hand(inputs: dict[str, torch.Tensor]) -> None:
-    out = eager(tiny(), inputs, SIZES)()
+    out = eager(tiny(), [inputs], SIZES)[0]()
     for name, want in by_hand(**inputs).items():
         assert out[name].dtype == want.dtype
         torch.testing.assert_close(out[name], want)
@@ -365,7 +365,7 @@ def test_eager_is_the_formulation_by_hand(inputs: dict[str, torch.Tensor]) -> No
 
 def test_compiled_gives_the_same_numbers(inputs: dict[str, torch.Tensor]) -> None:
     out = compiled(tiny(), [inputs], SIZES, backend="aot_eager")[0]()  # inductor would take 25 s on a CPU
-    for name, want in eager(tiny(), inputs, SIZES)().items():
+    for name, want in eager(tiny(), [inputs], SIZES)[0]().items():
         assert out[name].dtype == want.dtype
         torch.testing.assert_close(out[name], want)
 
@@ -403,7 +403,7 @@ def test_max_autotune_copies_no_inputs_into_graphs(
 
 def test_baseline_replaces_reference(inputs: dict[str, torch.Tensor]) -> None:
     spec = tiny(baseline="preact = x @ w.mT\nact = preact[:, :F]\ns = rstd * 2")
-    out = eager(spec, inputs, SIZES)()
+    out = eager(spec, [inputs], SIZES)[0]()
     torch.testing.assert_close(out["s"], inputs["rstd"] * 2)
 
 
@@ -423,7 +423,7 @@ def test_many_sizes_compile_in_one_process(inputs: dict[str, torch.Tensor]) -> N
 
 
 def test_matmul_takes_the_formulation_s_own_operands(inputs: dict[str, torch.Tensor]) -> None:
-    call = matmul(tiny(), inputs, SIZES)
+    (call,) = matmuls(tiny(), [inputs], SIZES)
     (product,) = call()
     torch.testing.assert_close(product, inputs["x"] @ inputs["w"].mT)
     again = call()
@@ -490,11 +490,11 @@ def test_the_compiler_sees_an_update_in_place() -> None:
 
 def test_matmul_of_an_update_and_of_addmm() -> None:
     spec, inputs = updating()
-    (product,) = matmul(spec, inputs, SIZES)()
+    (product,) = matmuls(spec, [inputs], SIZES)[0]()
     torch.testing.assert_close(product, inputs["dy"].mT @ inputs["x"])
     assert product.dtype == torch.bfloat16
     text = "new = torch.addmm(dw, dy.mT.float(), x.float())\npicked = x[:, 0]\nold = dw.sum(0)"
-    (product,) = matmul(spec.model_copy(update={"reference": text}), inputs, SIZES)()
+    (product,) = matmuls(spec.model_copy(update={"reference": text}), [inputs], SIZES)[0]()
     torch.testing.assert_close(product, inputs["dy"].mT.float() @ inputs["x"].float())
 
 
@@ -511,7 +511,7 @@ def test_matmul_of_fp8_is_a_scaled_one(fast: bool) -> None:
         baseline=f"y = torch._scaled_mm(x, w.mT, {how}) + 1",
     )
     inputs = draw(spec, SIZES, 0) | {"sx": torch.rand(24) + 0.5, "sw": torch.rand(16) + 0.5}
-    call = matmul(spec, inputs, SIZES)
+    (call,) = matmuls(spec, [inputs], SIZES)
     (product,) = call()
     want = (inputs["x"].double() @ inputs["w"].double().mT) * inputs["sx"][:, None] * inputs["sw"]
     assert product.dtype == torch.bfloat16 and call()[0] is product
@@ -522,9 +522,9 @@ def test_matmul_of_fp8_is_a_scaled_one(fast: bool) -> None:
 
 def test_baseline_mistakes_are_named(inputs: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="input w"):
-        eager(tiny(), {k: inputs[k] for k in ("x", "rstd")}, SIZES)
+        eager(tiny(), [{k: inputs[k] for k in ("x", "rstd")}], SIZES)
     with pytest.raises(ValueError, match="no matmul"):
-        matmul(tiny(outputs=ONLY_S, reference="s = rstd + 1"), inputs, SIZES)
+        matmuls(tiny(outputs=ONLY_S, reference="s = rstd + 1"), [inputs], SIZES)
     with pytest.raises(ValueError, match="'reduce-overhead' is unknown"):
         compiled(tiny(), [inputs], SIZES, mode="reduce-overhead")
     with pytest.raises(ValueError, match="torch.compile"):

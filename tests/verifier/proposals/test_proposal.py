@@ -125,6 +125,12 @@ def test_good_functions(tmp_path: Path, no_compiler: None) -> None:
         (CONSTANT, CONSTANT + "import os\n\n\n", "form", "nothing else"),
         (CONSTANT, CONSTANT + "print(1)\n\n\n", "form", "nothing else"),
         (CONSTANT, "TURN = 2.0\n\n\n" + CONSTANT, "form", "constants named SOFTSIGN_"),
+        (
+            CONSTANT,
+            CONSTANT + "".join(f"SOFTSIGN_{n} = 1.0\n" for n in range(30)) + "\n\n",
+            "form",
+            "over 32 functions and constants",
+        ),
         ("def softsign(x: Any)", "@cute.jit\ndef softsign(x: Any)", "form", "undecorated"),
         ("def softsign(x: Any) -> Any", "def softsign(x)", "form", "write def softsign(x: Any) -> Any"),
         ("def softsign(x: Any)", "def softsign(x: Any, y: Any)", "form", "takes 1 argument"),

@@ -52,6 +52,7 @@ def test_no_hash_depends_on_a_domain(tmp_path: Path) -> None:
         ("[2, 0]", "write [low, high], low first"),
         ("[0, Q]", "dim 'Q' is not declared"),
         ("[0, M +]", "has no value"),
+        ('["(0 - M)**0.5", 2]', "it must be a real number"),
         ("[0.75, 2]", "init uniform draws 0.5 to 1.5, and the domain is 0.75 to 2"),
         ("[0, 1.25]", "init uniform draws 0.5 to 1.5, and the domain is 0 to 1.25"),
     ],

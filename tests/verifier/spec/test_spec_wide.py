@@ -11,6 +11,7 @@ import torch
 from spec_files import fails, write_changed
 
 from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.inputs import draw
@@ -76,8 +77,8 @@ def test_parts_of_a_wide_spec(write):
     }  # fmt: skip
     sizes = {"M": 8, "K": 16, "N": 4}
     assert init["target"].range_at(sizes) == (0, 3) and init["position"].range_at(sizes) == (0, 63)
-    assert spec.solve({"a": (8, 16), "b": (4, 16), "scale": (), "target": (8,), "position": (8,),
-                       "series": (4,), "old": (8,)}) == sizes  # fmt: skip
+    shapes = {name: tuple(d(sizes) for d in t.shape) for name, t in spec.signature().inputs.items()}
+    assert solve_sizes(spec.signature(), shapes, {"K": 16}) == sizes
     small, decode = spec.cases
     assert small.decides and decode.bench == "report" and not decode.decides
 

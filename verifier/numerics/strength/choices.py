@@ -33,9 +33,8 @@ SIDES = {
     "minimum": ("its first argument is never the smaller", "its second argument is never the smaller"),
     "abs": ("its argument is never positive", "its argument is never negative"),
     "row_select": ("it never selects from the first half", "it never selects from the second half"),
-    "head_abs_max": ("it is never in the first half", "it is never in the second half"),
     **dict.fromkeys(
-        ("row_max", "row_abs_max", "column_max", "column_abs_max"),
+        ("row_max", "row_abs_max", "column_max", "column_abs_max", "head_abs_max"),
         ("it is never in the first half", "it is never in the second half"),
     ),
 }
