@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from coda_agent.comparison.layers.shape import Shape
+from coda_agent.fused import programs
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.executable import Plan
@@ -26,9 +26,9 @@ class KernelCall(NamedTuple):
     sizes: tuple[tuple[str, int], ...]
 
 
-def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
+def calls(shape: Shape) -> dict[str, KernelCall]:
     """Every kernel call of a layer of this shape, by the call's position in the layer. The forward's calls
-    come first. If ``backward`` is true, the backward's calls follow.
+    come first; the positions of the backward's calls end in ``_backward``.
 
     An operator may occur at two positions with different sizes, and then needs a schedule for each position.
     """
@@ -37,27 +37,21 @@ def calls(shape: Shape, *, backward: bool = True) -> dict[str, KernelCall]:
     def call(operator: str, **sizes: int) -> KernelCall:
         return KernelCall(operator, tuple({"M": tokens, **sizes}.items()))
 
-    forward = {
+    return {
         "qk": call("gemm_rmsnorm_rope", K=width, H=2 * shape.heads, P=shape.pairs),
         "v": call("gemm_rmsnorm", K=width, N=width),
         "out": call("gemm_residual_partial_rmsnorm", K=width, N=width),
         "gate_up": call("gemm_rmsnorm_swiglu", D=width, F=ffn),
         "down": call("gemm_residual_partial_rmsnorm", K=ffn, N=width),
-    }
-    if not backward:
-        return forward
-    return forward | {
         "down_backward": call("gemm_swiglu_bwd", D=width, F=ffn),
         "gate_up_backward": call("gemm_residual_rmsnorm_bwd", K=2 * ffn, N=width),
         "qkv_backward": call("gemm_residual_rmsnorm_bwd", K=3 * width, N=width),
     }
 
 
-def accepted_programs(folder: Path, shape: Shape) -> dict[str, Program]:
-    """Load the programs that a layer of this shape needs, from a folder of accepted kernels. Return them by
-    operator. Raises OSError or ProgramError."""
-    names = {call.operator for call in calls(shape).values()}
-    return {n: Program.from_json((folder / f"{n}.program.json").read_text(encoding="utf-8")) for n in names}
+def accepted_programs() -> dict[str, Program]:
+    """The programs of all accepted kernels, by operator."""
+    return {name: program for name, (program, _) in programs.accepted().items()}
 
 
 class Runner(Protocol):

@@ -86,14 +86,12 @@ class Graph:
             return self.constant(float(size(self.frozen)))
         return self.add("dim", attribute=str(size))
 
-    def replace(self, old: int, new: int, reader: int | None = None) -> None:
-        """Redirect all readers of ``old``, or only ``reader``, to ``new``. The nodes that the edit added are
-        not redirected."""
-        for index in range(self.first_added) if reader is None else (reader,):
+    def replace(self, old: int, new: int) -> None:
+        """Redirect all readers of ``old`` to ``new``. The nodes that the edit added are not redirected."""
+        for index in range(self.first_added):
             node = self.nodes[index]
             self.nodes[index] = node._replace(args=tuple(new if a == old else a for a in node.args))
-        if reader is None:
-            self.outputs = {name: new if i == old else i for name, i in self.outputs.items()}
+        self.outputs = {name: new if i == old else i for name, i in self.outputs.items()}
 
     def rewire(self, reader: int, argument: int, new: int) -> None:
         """Replace one argument of a node."""
@@ -112,10 +110,6 @@ class Graph:
     def free_of(self, index: int) -> list[int]:
         """The program's own nodes that do not depend on a node."""
         return [i for i in range(self.first_added) if i != index and index not in self._below[i]]
-
-    def below(self, index: int) -> set[int]:
-        """All nodes that a node depends on."""
-        return self._below[index]
 
     def readers(self, index: int) -> list[tuple[int, int]]:
         """The program's own nodes that read a node, as pairs (reader, position of the argument)."""

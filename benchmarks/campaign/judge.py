@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.campaign.differs import Judge
 from benchmarks.campaign.graph import original
 from benchmarks.campaign.mutations.mutate import ProgramMutant, mutant
-from benchmarks.campaign.rewrites.rewrite import Rewritten, rewritten
+from benchmarks.campaign.rewrites.rewrite import rewritten
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.numerics.reference import MISTAKES
@@ -42,16 +42,12 @@ def judged(task: CampaignTask) -> Result:
 
 def applies(task: CampaignTask) -> bool:
     """Whether the candidate's kind applies to the program, so that the candidate can be created."""
-    return (made_mutant(task) if task.group == "mutants" else made_rewrite(task)) is not None
+    return (made_mutant(task) if task.group == "mutants" else rewritten(*task[1:])) is not None
 
 
 def made_mutant(task: CampaignTask) -> ProgramMutant | None:
     judge = judge_of(task.name)
     return mutant(judge.spec, judge.program, judge.scales, task.kind, task.seed)
-
-
-def made_rewrite(task: CampaignTask) -> Rewritten | None:
-    return rewritten(task.name, task.kind, task.seed)
 
 
 @functools.lru_cache(maxsize=4)
@@ -85,7 +81,7 @@ def _shown(judge: Judge, made: ProgramMutant, times: int) -> str:
 
 
 def _rewrite(task: CampaignTask) -> Result:
-    if (made := made_rewrite(task)) is None:
+    if (made := rewritten(*task[1:])) is None:
         return {"verdict": INAPPLICABLE}
     judge = judge_of(task.name)
     started = time.monotonic()

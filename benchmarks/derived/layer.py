@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,7 +161,7 @@ def measured(width: str) -> dict[str, Any]:
 
     by_derivation(derived, backwards(shape), kernel)
     layers[DERIVED] = derived
-    arms = []
+    arms = list[Arm]()
     for name, layer in layers.items():
         stream = layer.start(drawn.x)
         layer.forward(stream)
@@ -170,11 +169,7 @@ def measured(width: str) -> dict[str, Any]:
         backward.ready()
         backward()
         print(f"{time.monotonic() - begun:6.1f} s  {width}: {name} is ready", flush=True)
-        arms += [
-            Arm(f"{name}: forward", partial(layer.forward, stream)),
-            Arm(f"{name}: forward and backward", partial(layer.step, stream, drawn.dout)),
-            Arm(f"{name}: backward", backward, backward.ready),
-        ]
+        arms += backward.arms(name)
     arms.append(Arm(ATTENTION, attention(shape)))
     exact = results(layers[PROGRAM], drawn)
     agreement = {n: relative(results(layer, drawn), exact) for n, layer in layers.items() if n != PROGRAM}

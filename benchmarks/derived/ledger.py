@@ -243,7 +243,7 @@ def layer_by_hand(shape: Shape) -> int:
     """The bytes that the layer's backward moves if the backward is arranged as in ``benchmarks.by_hand``, but
     with the rotation's transpose in one pass."""
     tokens, width, ffn = shape.tokens, shape.width, shape.ffn
-    programs, places = accepted_programs(ROOT / "generated_kernels", shape), calls(shape)
+    programs, places = accepted_programs(), calls(shape)
     own = [c for place, c in places.items() if place.endswith("_backward")]
     products = [(width, tokens, ffn), (2 * ffn, tokens, width), (width, tokens, width),
                 (tokens, width, width), (3 * width, tokens, width)]  # fmt: skip

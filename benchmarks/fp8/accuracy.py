@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.metadata import version
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -35,7 +34,6 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.statistics import student_quantile
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(heads=16, head_width=64, ffn=2816, sequences=2, length=128)
 END = torch.finfo(torch.float8_e4m3fn).max
 LOUD, TIMES = 64, 30.0  # one input channel of every LOUD is multiplied by TIMES, as in trained models

@@ -54,6 +54,14 @@ class Backward:
         saved, self.saved = self.saved, None
         self.layer.backward(saved, self.dout)
 
+    def arms(self, name: str) -> list[Arm]:
+        """The layer's passes as arms."""
+        return [
+            Arm(f"{name}: forward", partial(self.layer.forward, self.stream)),
+            Arm(f"{name}: forward and backward", partial(self.layer.step, self.stream, self.dout)),
+            Arm(f"{name}: backward", self, self.ready),
+        ]
+
 
 class LayerStages:
     """The stages that measure one width. ``measuring.ProfileStages`` describes each stage."""
@@ -85,14 +93,7 @@ class LayerStages:
         return {name: relative(results(self.layers[name], drawn), exact) for name in others}
 
     def times(self) -> dict[str, Any]:
-        arms = []
-        for name, backward in self.backwards.items():
-            layer, stream = backward.layer, backward.stream
-            arms += [
-                Arm(f"{name}: forward", partial(layer.forward, stream)),
-                Arm(f"{name}: forward and backward", partial(layer.step, stream, backward.dout)),
-                Arm(f"{name}: backward", backward, backward.ready),
-            ]
+        arms = [arm for name, backward in self.backwards.items() for arm in backward.arms(name)]
         samples, conditions = timed(arms, ROUNDS, longest=LONGEST)
         return {"times": {n: milliseconds(s) for n, s in samples.items()}, "times_conditions": conditions}
 
@@ -189,12 +190,10 @@ def backward_parts(shape: Shape, kernels: Mapping[KernelCall, Kernel]) -> list[d
     """List the kernels of our backward in launch order, with names, schedules, FLOPs and compulsory bytes."""
     from benchmarks.by_hand.runners import calls
 
-    places = calls(shape)
-    backward = places.keys() - calls(shape, backward=False).keys()
     return [
         part
-        for place, call in places.items()
-        if place in backward
+        for place, call in calls(shape).items()
+        if place.endswith("_backward")
         for part in _parts(place, call, kernels[call])
     ]
 

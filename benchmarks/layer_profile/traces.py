@@ -29,9 +29,6 @@ class GpuActivity:
     start: float
     duration: float
     grid: tuple[int, ...]
-    block: tuple[int, ...]
-    registers: int | None
-    stream: int | None
     call: int | None
 
     @property
@@ -84,9 +81,6 @@ def summary(found: Sequence[Region]) -> dict[str, Any]:
         {
             "name": event.name,
             "grid": event.grid,
-            "block": event.block,
-            "registers": event.registers,
-            "stream": event.stream,
             "microseconds": [round(region.events[place].duration, 3) for region in alike],
             "gap": [round(row[place], 3) for row in gaps],
         }
@@ -136,9 +130,6 @@ def _event(given: Mapping[str, Any]) -> GpuActivity:
         start=float(given["ts"]),
         duration=float(given["dur"]),
         grid=tuple(args.get("grid", ())),
-        block=tuple(args.get("block", ())),
-        registers=args.get("registers per thread"),
-        stream=args.get("stream"),
         call=_id(given),
     )
 

@@ -59,6 +59,15 @@ def model(kind: str, **changed: Any) -> Any:
     return made(config(**sizes | changed)).to(torch.bfloat16).train()
 
 
+def text(seed: int, sequences: int, length: int, vocabulary: int) -> Tensor:
+    """Token ids [sequences, length]. Every second token is a function of the token before it, so that a model
+    can learn."""
+    most = min(512, vocabulary)
+    ids = torch.randint(0, most, (sequences, length), generator=torch.Generator().manual_seed(seed))
+    ids[:, 1::2] = (ids[:, ::2] * 7 + 3) % most
+    return ids
+
+
 def sharing(source: nn.Module) -> Any:
     """A copy of a model that uses the original's parameters and buffers."""
     shared = [*source.parameters(), *source.buffers()]

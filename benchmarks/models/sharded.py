@@ -28,7 +28,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.models.arms import FUSED, PACKAGES, PLAIN, RATE, model
+from benchmarks.models.arms import FUSED, PACKAGES, PLAIN, RATE, model, text
 from coda_agent import fused
 from coda_agent.fused import ahead
 from coda_agent.primitives.system.files import write_atomic
@@ -62,13 +62,9 @@ class Sharded:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
 
     def text(self, step: int, rank: int) -> Tensor:
-        """Token ids [sequences, length] for one rank. Every second token is a function of the token before
-        it, so that the model can learn."""
-        drawn = torch.Generator().manual_seed(step * self.asked.world + rank)
-        most = min(512, self.model.config.vocab_size)
-        ids = torch.randint(0, most, (self.asked.sequences, self.asked.length), generator=drawn)
-        ids[:, 1::2] = (ids[:, ::2] * 7 + 3) % most
-        return ids.to(self.where)
+        """Token ids [sequences, length] for one rank."""
+        seed, vocabulary = step * self.asked.world + rank, self.model.config.vocab_size
+        return text(seed, self.asked.sequences, self.asked.length, vocabulary).to(self.where)
 
     def step(self, number: int, ranks: range) -> Tensor:
         """Train on the batches of these ranks, and return the mean loss of the batches."""

@@ -43,6 +43,7 @@ from benchmarks.models.arms import (
     arm,
     code,
     model,
+    text,
 )
 from benchmarks.models.training_page import page, table
 from coda_agent import fused
@@ -82,7 +83,6 @@ class Trainer:
         self.kind, self.where, self.changed = kind, where, changed
         source = self.source = self.made()
         self.optimizer = torch.optim.AdamW(source.parameters(), lr=RATE, fused=where == "cuda")
-        self.vocabulary = source.config.vocab_size
 
     def made(self) -> Any:
         """A new model with its own parameters."""
@@ -94,12 +94,7 @@ class Trainer:
             return model(self.kind, attn_implementation=CAUSAL, **self.changed)
 
     def text(self, seed: int, batch: int = BATCH, length: int = LENGTH) -> Tensor:
-        """Token ids [batch, length]. Every second token is a function of the token before it, so that a model
-        can learn."""
-        drawn = torch.Generator().manual_seed(seed)
-        ids = torch.randint(0, 512, (batch, length), generator=drawn)
-        ids[:, 1::2] = (ids[:, ::2] * 7 + 3) % min(512, self.vocabulary)
-        return ids.to(self.where)
+        return text(seed, batch, length, self.source.config.vocab_size).to(self.where)
 
     @contextmanager
     def running(self, each: LossArm) -> Iterator[None]:
@@ -251,7 +246,7 @@ def command(
     """Run the command line of a benchmark of models. ``run`` measures one kind of model and writes a file.
     ``seconds`` is the default of the option ``--seconds``, and ``said`` its help text. ``draw`` makes a page
     from the files."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.models.{name}")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("file", type=Path)

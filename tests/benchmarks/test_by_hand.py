@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from authoring import KERNELS
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -32,7 +31,7 @@ from coda_agent.primitives.system import workers
 
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
-PROGRAMS = accepted_programs(KERNELS, SMALL)
+PROGRAMS = accepted_programs()
 WORSE = 1.5  # largest accepted error, as a multiple of the error of the plain bf16 layer
 
 

@@ -26,7 +26,7 @@ def call(program: Program, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_gradients_are_the_plain_layers() -> None:
     drawn = draw(SMALL, 5, "cpu")
-    kernels = Interpreted(accepted_programs(Path("generated_kernels"), SMALL))
+    kernels = Interpreted(accepted_programs())
     given = (SMALL, drawn.weights, drawn.next_norm, kernels, unrotated)
     one_pass, derived = layer.OnePass(*given), layer.ByDerivation(*given)
     programs = layer.backwards(SMALL)

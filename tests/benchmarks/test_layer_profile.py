@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from authoring import KERNELS
 
 from benchmarks.by_hand import measuring as by_hand
 from benchmarks.by_hand.runners import accepted_programs, calls
@@ -227,7 +226,7 @@ def test_without_operators_products_are_not_told_apart() -> None:
 
 def test_our_parts_are_those_of_the_programs() -> None:
     shape = WIDTHS["1B"]
-    programs = accepted_programs(KERNELS, shape)
+    programs = accepted_programs()
     kernels = {c: Kernel(KernelSource(programs[c.operator], {0: Schedule()})) for c in calls(shape).values()}
     parts = benches.backward_parts(shape, kernels)
     assert [(p["place"], p["kind"]) for p in parts] == [(p["place"], p["kind"]) for p in PARTS]
@@ -238,7 +237,7 @@ def test_our_parts_are_those_of_the_programs() -> None:
 
 def test_kernels_without_schedules_race_those_of_the_width() -> None:
     call = calls(WIDTHS["7B"])["qkv_backward"]
-    unknown = Kernel(KernelSource(accepted_programs(KERNELS, WIDTHS["7B"])[call.operator]))
+    unknown = Kernel(KernelSource(accepted_programs()[call.operator]))
     found = by_hand.on_known_schedules(call, unknown, "7B")
     assert not found.source.schedules and found.known and len(found.known[0]) > 1
     fixed = Kernel(KernelSource(unknown.program, {0: Schedule()}))

@@ -87,7 +87,7 @@ def label(case: tuple[str, Schedule]) -> str:
 def calls(request: pytest.FixtureRequest) -> Calls:
     name, schedule = request.param
     spec, program = load(SPECS / f"{name}.yaml", check=False), PROGRAMS[name]
-    sizes = dict.fromkeys(spec.dims, WIDTH) | {"M": ROWS}
+    sizes = {dim: ROWS if dim in ("M", "T") else WIDTH for dim in spec.dims}
     plan = Plan(KernelSource(program, {gemm.step: schedule for gemm in lower(program).gemms}), sizes)
     sets = [draw(spec, sizes, seed, device="cuda") for seed in range(SETS)]
     expected = []

@@ -12,17 +12,25 @@ import torch
 from checkout import ROOT
 from layer_parts import GPU, PARTS, gradients, loss_of
 from small_models import FAMILIES, own_operators, tokens
+from test_apart import test_each_input_may_be_frozen as test_inputs_of_projections_apart_may_be_frozen
+from test_apart import test_gradients_are_those_of_the_projection_and_the_stream
 from test_functional import (
     test_a_loss_does_its_rows_in_parts,
+    test_a_mode_sees_the_operators_and_changes_no_gradient,
+    test_a_subclass_of_tensor_takes_the_operator,
+    test_a_summed_loss_does_its_rows_in_parts,
+    test_a_summed_loss_reads_one_value_after_all_products,
     test_each_input_may_be_frozen,
     test_in_bf16_it_loses_no_more_than_pytorch,
     test_it_compiles_whole_for_any_rows,
+    test_opcheck_passes_for_the_summed_loss,
     test_opcheck_passes_with_gradients,
     test_without_gradients_nothing_is_kept_for_them,
 )
 from test_functional import (
     test_activation_checkpointing_gives_the_same_gradients as test_checkpointing_a_part,
 )
+from test_norm import test_either_input_may_be_frozen, test_it_and_its_gradients_are_those_of_fp64
 from test_ops import NAMES, drawn, on_gpu, test_opcheck_passes
 from test_patching import (
     test_every_part_of_a_layer_runs_fused,
@@ -44,16 +52,25 @@ from coda_agent.verifier.numerics import error_gate, reference
 
 __all__ = [
     "test_a_loss_does_its_rows_in_parts",
+    "test_a_mode_sees_the_operators_and_changes_no_gradient",
     "test_a_model_compiles_whole_for_any_length",
+    "test_a_subclass_of_tensor_takes_the_operator",
+    "test_a_summed_loss_does_its_rows_in_parts",
+    "test_a_summed_loss_reads_one_value_after_all_products",
     "test_autocast_keeps_the_stream_and_the_gradients_in_fp32",
     "test_checkpointing_a_part",
     "test_each_input_may_be_frozen",
+    "test_either_input_may_be_frozen",
     "test_every_part_of_a_layer_runs_fused",
+    "test_gradients_are_those_of_the_projection_and_the_stream",
     "test_in_bf16_it_loses_no_more_than_pytorch",
+    "test_inputs_of_projections_apart_may_be_frozen",
+    "test_it_and_its_gradients_are_those_of_fp64",
     "test_it_compiles_whole_for_any_rows",
     "test_it_converges_as_the_unpatched_model",
     "test_loss_and_every_gradient_pass_the_error_gate",
     "test_opcheck_passes",
+    "test_opcheck_passes_for_the_summed_loss",
     "test_opcheck_passes_with_gradients",
     "test_the_models_own_checkpointing_gives_the_same_gradients",
     "test_without_gradients_nothing_is_kept_for_them",

@@ -44,7 +44,7 @@ def draw_cases(wanted: int, first: int) -> tuple[list[Case], int]:
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sample]:
+def sample(tmp_path_factory: pytest.TempPathFactory, fresh_workers: None) -> Iterator[Sample]:
     wanted = int(os.environ.get("CODA_AGENT_GPU_PROGRAMS", "200"))
     cases, refused = draw_cases(wanted, int(os.environ.get("CODA_AGENT_GPU_SEED", "0")))
     folder = tmp_path_factory.mktemp("found")

@@ -32,20 +32,17 @@ def evaluate(program: Program, inputs: Tensors, sizes: Mapping[str, int]) -> dic
                 else:
                     value = value.repeat(*[1] * (value.dim() - 1), columns // width)
             given.append(value)
-        operation = OPERATIONS[node.op]
         if node.op == "input":
             value = inputs[str(node.attribute)]
         elif node.op == "constant":
             value = torch.tensor(node.attribute, dtype=torch.float64)
         elif node.op == "dim":
             value = torch.tensor(Dim.parse(str(node.attribute))(sizes), dtype=torch.float64)
-        elif node.op == "gemm":
-            assert operation.torch is not None
-            value = operation.torch(torch, *given)
         else:
             given += [Dim.parse(size)(sizes) for size in sizes_named(node)]
-            assert operation.torch is not None
-            value = operation.torch(torch, *given)
+            meaning = OPERATIONS[node.op].torch
+            assert meaning is not None
+            value = meaning(torch, *given)
         values.append(value.double() if node.op != "input" or value.is_floating_point() else value)
     return {name: values[index] for name, index in program.outputs.items()}
 

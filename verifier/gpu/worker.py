@@ -164,10 +164,10 @@ class Worker:
         return json.loads(line)
 
     def _death(self) -> Lost:
-        status = self._process.wait()
+        how = subprocesses.how(self._process.wait())
         said = self._said(SAID)
         self.close()
-        return Lost("crashed", f"the GPU worker died ({subprocesses.how(status)}): {said or 'it said nothing'}")
+        return Lost("crashed", f"the GPU worker died ({how}): {said or 'it said nothing'}")
 
     def _stillborn(self) -> WorkerError:
         said = self._said(SAID)

@@ -157,7 +157,8 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
         limit = f"{wall_seconds:g} s" if ending.late else f"{CPU_SECONDS} s of CPU"
         return _reject("timeout", f"tracing took over {limit}: loops and calls run as Python, so use fewer")
     if ending.status != 0 or not answer.endswith(b"\n"):
-        return _reject("crashed", f"the tracing process died ({subprocesses.how(ending.status)}) without a result")
+        how = subprocesses.how(ending.status)
+        return _reject("crashed", f"the tracing process died ({how}) without a result")
     record = _record(answer)
     try:
         match record:

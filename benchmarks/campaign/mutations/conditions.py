@@ -75,7 +75,7 @@ def bump(site: Site) -> str:
     limit = site.threshold(site.known(value))
     width = (abs(limit) * 10 ** site.random.uniform(-2, -0.3)) ** 2
     gap = site.add("subtract", value, limit)
-    _blend(site, target, _bump(site, gap, max(width, 1e-30)))
+    _blend(site, target, site.bump(gap, max(width, 1e-30)))
     return f"{site.name(target)} wrong around {site.name(value)} = {limit:.4g}, width {width**0.5:.3g}"
 
 
@@ -121,11 +121,6 @@ def _blend(site: Site, target: int, share: int) -> None:
     """Scale a value by one minus a multiple of ``share``."""
     part = site.add("multiply", share, site.random.choice((1.0, -0.1, 0.5)))
     site.put(target, site.add("subtract", target, site.add("multiply", part, target)))
-
-
-def _bump(site: Site, gap: int, width: float) -> int:
-    square = site.add("multiply", gap, gap)
-    return site.add("divide", width, site.add("add", square, width))
 
 
 KINDS: dict[str, Edit] = {

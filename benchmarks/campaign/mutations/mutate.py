@@ -23,23 +23,17 @@ class ProgramMutant:
     ``site.Site``). ``frozen``: versions of the mutant in which the condition tests fixed sizes instead of the
     actual sizes. The fixed sizes are those of a case, or sizes at which the condition changes."""
 
-    name: str
-    kind: str
     seed: int
     words: str
     program: Program
     aims: Sequence[tuple[int, float]]
     frozen: Sequence[Program]
 
-    @property
-    def identity(self) -> str:
-        return f"{self.name} / {self.kind} / {self.seed}"
-
 
 def mutant(
     spec: Spec, program: Program, scales: Sequence[float], kind: str, seed: int
 ) -> ProgramMutant | None:
-    """The mutant with this identity; None if the kind does not apply to the program."""
+    """The mutant of this kind and seed; None if the kind does not apply to the program."""
     for attempt in range(TRIES):
         stream = f"{spec.name}/{kind}/{seed}/{attempt}"
         try:
@@ -47,7 +41,7 @@ def mutant(
         except (Skip, ProgramError):
             continue
         frozen = list(_frozen(spec, program, scales, kind, stream, site)) if "size" in kind else []
-        return ProgramMutant(spec.name, kind, seed, words, made, tuple(site.aims), tuple(frozen))
+        return ProgramMutant(seed, words, made, tuple(site.aims), tuple(frozen))
     return None
 
 

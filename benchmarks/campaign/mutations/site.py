@@ -89,6 +89,10 @@ class Site:
         limit = self.threshold(self.known(value))
         return self.add(how, value, limit), f"{self.name(value)} {how} {limit:.4g}"
 
+    def bump(self, gap: int, width: float) -> int:
+        """Add width / (gap**2 + width), which is 1 where the gap is zero."""
+        return self.add("divide", width, self.add("add", self.add("multiply", gap, gap), width))
+
     def wrong(self, target: int) -> int:
         """Add a wrong version of a value."""
         constant = self.random.choice((0.0, 1.0, -1.0))

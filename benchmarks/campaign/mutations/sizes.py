@@ -4,12 +4,9 @@ a ratio of sizes. Some conditions are disguised."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from benchmarks.campaign.mutations.site import Edit, Site
 from coda_agent.primitives.lang.dims import Dim
-
-Sizes = Mapping[str, int]
 
 
 def on_equality(site: Site) -> str:
@@ -31,7 +28,7 @@ def on_order(site: Site) -> str:
 
 def on_ratio(site: Site) -> str:
     """Make a value wrong where two dims have the same ratio as in a case."""
-    one, other, (p, q), case = _ratio(site)
+    one, other, (p, q) = _ratio(site)
     left = site.add("multiply", site.graph.dim(one), float(q))
     right = site.add("multiply", site.graph.dim(other), float(p))
     _wrong(site, site.add("equal", left, right))
@@ -67,20 +64,18 @@ def bump(site: Site) -> str:
     dim, at = _extent(site)
     gap = site.add("subtract", site.graph.dim(dim), float(at))
     width = 10 ** site.random.uniform(-4, 1)
-    share = site.add("divide", width, site.add("add", site.add("multiply", gap, gap), width))
-    _less(site, share)
+    _less(site, site.bump(gap, width))
     return f"wrong around {dim} = {at}, by {width:.3g} / ((d - {at})**2 + {width:.3g})"
 
 
 def ratio_bump(site: Site) -> str:
     """Make a value wrong near the ratio that two dims have in a case. The error decreases smoothly with the
     distance."""
-    one, other, (p, q), case = _ratio(site)
+    one, other, (p, q) = _ratio(site)
     ratio = site.add("divide", site.graph.dim(one), site.graph.dim(other))
     gap = site.add("subtract", ratio, p / q)
     width = 10 ** site.random.uniform(-8, -2)
-    share = site.add("divide", width, site.add("add", site.add("multiply", gap, gap), width))
-    _less(site, share)
+    _less(site, site.bump(gap, width))
     return f"wrong around {one} / {other} = {p}/{q}, width {width**0.5:.3g}"
 
 
@@ -123,12 +118,12 @@ def _extent(site: Site) -> tuple[Dim, int]:
     return dim, dim(case)
 
 
-def _ratio(site: Site) -> tuple[Dim, Dim, tuple[int, int], Sizes]:
+def _ratio(site: Site) -> tuple[Dim, Dim, tuple[int, int]]:
     case = site.case()
     one, other = site.random.sample(list(case), 2)
     common = math.gcd(case[one], case[other])
     site.sizes.append(case)
-    return Dim.parse(one), Dim.parse(other), (case[one] // common, case[other] // common), case
+    return Dim.parse(one), Dim.parse(other), (case[one] // common, case[other] // common)
 
 
 def _wrong(site: Site, condition: int) -> None:
