@@ -25,11 +25,9 @@ from coda_agent.agent.show import report_schedules, sibling
 from coda_agent.agent.show.counters import heading, wanted
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.files import KERNELS, ROOT, SPECS, write_atomic
 from coda_agent.verifier.loading import load
 
-ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ROOT / "generated_kernels"
 OURS = "regex:coda_(lowered|edited)"  # matches the names of all our kernels, lowered or edited
 LISTED = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)', re.MULTILINE)  # a metric in the output of --query-metrics
 FEWEST = 100  # output with fewer metrics than this is an error message instead of a list
@@ -105,7 +103,7 @@ def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
     path = KERNELS / f"{name}.program.json"
     if not path.exists():
         raise SystemExit(f"{path}: no such kernel; accepted kernels are in {path.parent}")
-    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
+    spec = load(SPECS / f"{name}.yaml", check=False)
     chosen = next((c for c in spec.cases if case in (None, c.name)), None)
     if chosen is None:
         raise SystemExit(f"--case {case}: {name} has the cases {', '.join(c.name for c in spec.cases)}")

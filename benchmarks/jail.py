@@ -13,14 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from coda_agent.primitives.system.files import KERNELS, SPECS
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.sandbox import jail
 
-ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 5
 
 
@@ -38,10 +37,8 @@ def main(arguments: list[str]) -> None:
 def measure(rounds: int) -> dict[str, Any]:
     """Measure the milliseconds of a jailed trace and of a bare interpreter, and the ratio of their medians.
     The result also describes the machine."""
-    accepted = (
-        path for path in sorted((ROOT / "generated_kernels").glob("*.py")) if path.stem.isidentifier()
-    )
-    honest = [(p.read_text(), load(ROOT / "specs" / f"{p.stem}.yaml", check=False)) for p in accepted]
+    accepted = (path for path in sorted(KERNELS.glob("*.py")) if path.stem.isidentifier())
+    honest = [(p.read_text(), load(SPECS / f"{p.stem}.yaml", check=False)) for p in accepted]
     jailed: list[float] = []
     bare: list[float] = []
     layers: tuple[str, ...] = ()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.kernel_file import trace_source
+from coda_agent.primitives.system.files import KERNELS, ROOT, SPECS
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def forward(name: str) -> tuple[Spec, Program]:
     """A spec with the program of its accepted kernel. If no kernel is accepted yet, the program is that of a
     correct kernel from the tests."""
-    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
-    file = ROOT / "generated_kernels" / f"{name}.py"
+    spec = load(SPECS / f"{name}.yaml", check=False)
+    file = KERNELS / f"{name}.py"
     source = file if file.exists() else min((ROOT / "tests" / "honest" / name).glob("*.py"))
     return spec, trace_source(source.read_text(encoding="utf-8"), spec.signature())

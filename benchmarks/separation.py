@@ -13,7 +13,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
@@ -21,6 +20,7 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.primitives.system.files import KERNELS, SPECS
 from coda_agent.verifier.gpu.telemetry import device
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.error_gate import OutputError
@@ -32,7 +32,6 @@ from coda_agent.verifier.numerics.strength.mutants import mutants
 from coda_agent.verifier.numerics.strength.mutation_score import MutationSample
 from coda_agent.verifier.spec.model import Spec
 
-ROOT = Path(__file__).resolve().parents[1]
 CLEAR = 100.0  # a mutant is not run again once its error is this many times the limit
 Sizes = Mapping[str, int]
 
@@ -40,7 +39,7 @@ Sizes = Mapping[str, int]
 def main(arguments: list[str]) -> None:
     as_json = "--json" in arguments
     named = [a for a in arguments if a != "--json"]
-    paths = sorted((ROOT / "generated_kernels").glob("*.program.json"))
+    paths = sorted(KERNELS.glob("*.program.json"))
     names = named or [p.name.partition(".")[0] for p in paths]
     rows = {name: separation(name) for name in names}
     if as_json:
@@ -55,8 +54,8 @@ def main(arguments: list[str]) -> None:
 def separation(name: str) -> dict[str, Any]:
     """The largest ratio of an error to its limit, for the kernel and for each mutant, over all families of
     inputs and all sizes. Once the ratio of a mutant reaches ``CLEAR``, the mutant is not run again."""
-    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
-    text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text(encoding="utf-8")
+    spec = load(SPECS / f"{name}.yaml", check=False)
+    text = (KERNELS / f"{name}.program.json").read_text(encoding="utf-8")
     program = Program.from_json(text, spec.signature())
     made, small = list(mutants(spec)), small_sizes(spec)[0]
     # A run on the CPU finds the mutants that crash, because a bad index on a GPU would end the process.

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from random import Random
 
-from benchmarks.programs import ROOT, forward
+from benchmarks.programs import forward
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import OPERATIONS, Attribute, Node, Program
@@ -14,6 +14,7 @@ from coda_agent.primitives.lang.kernel_file import trace_source
 from coda_agent.primitives.lang.ops.operators import covers
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.signature import Type
+from coda_agent.primitives.system.files import ROOT, SPECS
 from coda_agent.verifier.spec.model import Spec
 
 JUDGED = ("size_choice",)  # error codes of ``Program.check`` that count as a verdict on a mutant
@@ -27,7 +28,7 @@ class Skip(Exception):
 def correct() -> list[str]:
     """The names of all specs. Each spec has an accepted program, or at least a correct kernel in the
     tests."""
-    return sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
+    return sorted(p.stem for p in SPECS.glob("*.yaml"))
 
 
 @functools.cache

@@ -31,14 +31,13 @@ from coda_agent.primitives.derive.ranges import joined
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
-from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.files import KERNELS, ROOT, SPECS, write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.gradients import errors
 from coda_agent.verifier.numerics.values import trial
 from coda_agent.verifier.spec.model import Spec
 
-ROOT = Path(__file__).resolve().parents[2]
 BACKWARDS = ("_bwd", "_accumulate")  # the name of a backward's spec ends in one of these
 KEPT = ("preact", "rstd", "mean", "amax", "logits")  # outputs that a forward stores only for its backward
 Sizes = Mapping[str, int]
@@ -49,7 +48,7 @@ Sizes = Mapping[str, int]
 
 def operators() -> list[str]:
     """The forward operators of ``specs``."""
-    return sorted(p.stem for p in (ROOT / "specs").glob("*.yaml") if not p.stem.endswith(BACKWARDS))
+    return sorted(p.stem for p in SPECS.glob("*.yaml") if not p.stem.endswith(BACKWARDS))
 
 
 def results(program: Program) -> tuple[str, ...]:
@@ -131,7 +130,7 @@ class ByHand(NamedTuple):
 
     def hand(self) -> tuple[int, int]:
         """The number of matmuls of the backward by hand, and the number of bytes that this backward moves."""
-        text = (ROOT / "generated_kernels" / f"{self.kernel}.program.json").read_text(encoding="utf-8")
+        text = (KERNELS / f"{self.kernel}.program.json").read_text(encoding="utf-8")
         program = Program.from_json(text)
         moved = roofline(program, self.sizes).bytes + sum(map(matmul, self.products)) + self.passes
         return len(cut(program).gemms) + len(self.products), moved
@@ -184,7 +183,7 @@ def loss() -> Chain:
 def by_hand() -> Iterator[ByHand]:
     """Yield a ``ByHand`` for each hand-authored backward kernel, at the first case of its spec."""
     for kernel, build in HANDS.items():
-        case = load(ROOT / "specs" / f"{kernel}.yaml", check=False).cases[0].sizes
+        case = load(SPECS / f"{kernel}.yaml", check=False).cases[0].sizes
         yield build(kernel, case)
 
 

@@ -34,8 +34,8 @@ from coda_agent.agent.fleet.driver import SILENCE
 from coda_agent.agent.fleet.executor import CPU, environment
 from coda_agent.agent.fleet.on_ray import OnRay
 from coda_agent.agent.fleet.pool import Pool
+from coda_agent.primitives.system.files import KERNELS, ROOT, SPECS
 
-ROOT = Path(__file__).resolve().parents[2]
 STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
 JOINING = 300.0  # limit on the seconds until all cores have joined the pool
 
@@ -58,8 +58,8 @@ def _timed(piece: Any, asked: dict[str, Any]) -> dict[str, Any]:
 def kernels(number: int) -> list[tuple[str, str]]:
     """The specs and sources of the first ``number`` accepted kernels."""
     found = []
-    for path in sorted((ROOT / "generated_kernels").glob("*.py")):
-        spec = ROOT / "specs" / f"{path.stem}.yaml"
+    for path in sorted(KERNELS.glob("*.py")):
+        spec = SPECS / f"{path.stem}.yaml"
         if spec.is_file():
             found.append((spec.read_text(encoding="utf-8"), path.read_text(encoding="utf-8")))
     return found[:number]

@@ -29,10 +29,9 @@ from statistics import mean, median
 from typing import Any
 
 from coda_agent.agent.reporting.charts import image, styled
-from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.files import KERNELS, ROOT, write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 
-ROOT = Path(__file__).resolve().parents[2]
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SPECS = (30, 100, 300, 1000, 3000)
 AUTHORS = (5.0, 30.0, 120.0)  # median seconds of an author's answer
@@ -138,7 +137,7 @@ def phases() -> list[Phases]:
     """The phases in the committed reports of kernels that a model wrote in the vocabulary. A report whose
     compilation came from a cache gets the median compile seconds of the other reports."""
     found = []
-    for path in sorted((ROOT / "generated_kernels").glob("*.report.json")):
+    for path in sorted(KERNELS.glob("*.report.json")):
         told = json.loads(path.read_text())
         gates = {gate["gate"]: gate["seconds"] for gate in told["gates"]}
         if "trace" in gates and "all" in told.get("seconds", {}):

@@ -38,13 +38,12 @@ from coda_agent.agent.fleet.executor import Executor, environment, usable_gpus
 from coda_agent.agent.fleet.local import Local
 from coda_agent.agent.fleet.pool import Pool
 from coda_agent.primitives.system import workers
-from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.files import SPECS, write_atomic
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.gpu.worker import Task, Worker
 from coda_agent.verifier.measure import DEFAULT_ARMS, ROUNDS, MeasureOptions
 from coda_agent.verifier.report import CANDIDATE
 
-ROOT = Path(__file__).resolve().parents[2]
 JOINING = 120.0  # limit on the seconds until all GPUs have joined the pool
 STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
@@ -303,7 +302,7 @@ def control_task() -> tuple[Task, Any]:
     from coda_agent.verifier.loading import load
 
     name, wanted = CONTROL
-    spec = load(ROOT / "specs" / f"{name}.yaml")
+    spec = load(SPECS / f"{name}.yaml")
     found = kernel_files.read(spec)
     assert found is not None  # because the kernel is committed
     (timing,) = (t for t in found.report.timings if t.case == wanted)
