@@ -79,21 +79,30 @@ class MeasuringOptions:
         return MeasureOptions(arms, self.rounds, self.processes, not self.warm, self.sanitize)
 
 
+# A run's journal must stay readable, so these limits are below those of ``storage.record``.
+MOST_TOKENS, MOST = 10**15, 1e11
+
+
 @dataclass(frozen=True)
 class BudgetOptions:
     """The options that limit what a run spends."""
 
     budget_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Limit on tokens: input, output and cached."),
+        typer.Option(min=1, max=MOST_TOKENS, help="Limit on tokens: input, output and cached."),
     ] = None
-    budget_dollars: Annotated[float | None, typer.Option(min=0.0, help="Limit on US dollars.")] = None
+    budget_dollars: Annotated[float | None, typer.Option(min=0.0, max=MOST, help="Limit on US dollars.")] = (
+        None
+    )
     budget_gpu_seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds of GPU measurement, after which no new measurement starts."),
+        typer.Option(
+            min=0.0, max=MOST, help="Seconds of GPU measurement, after which no new measurement starts."
+        ),
     ] = None
     budget_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds after which this command makes no new requests.")
+        float | None,
+        typer.Option(min=0.0, max=MOST, help="Seconds after which this command makes no new requests."),
     ] = None
 
     def limits(self) -> RunLimits:
@@ -104,7 +113,7 @@ class BudgetOptions:
 
 ATTEMPTS = typer.Option(min=1, max=50, help="Limit on the number of attempts.")
 IMPROVE = typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
-MAX_TOKENS = typer.Option(min=1024, help="Limit on the tokens of one answer, including thinking.")
+MAX_TOKENS = typer.Option(min=1024, max=10**9, help="Limit on the tokens of one answer, including thinking.")
 TIME_LIMIT = typer.Option(
     min=0.1, max=1e7, help=f"Seconds to wait for an answer, for {_users('--time-limit')}."
 )

@@ -166,15 +166,21 @@ class Results(_ResultsModel):
 
     def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:
         """The results for only these operators and cases; an empty collection means all. Raises InvalidInput
-        if no session is left."""
+        if no session is left, or if an operator or a case has no session. Only one of the two passes of a
+        layer needs a session."""
         kept = tuple(
             s
             for s in self.sessions
             if (not operators or s.operator in operators) and (not cases or s.case in cases)
         )
-        if self.sessions and not kept:
+        layers, measured = {LAYER_FORWARD, LAYER_BOTH}, {s.operator for s in self.sessions}
+        there = measured | (layers if layers <= {*operators} and layers & measured else set())
+        lacking = [o for o in dict.fromkeys(operators) if o not in there]
+        without = [c for c in dict.fromkeys(cases) if c not in {s.case for s in self.sessions}]
+        if self.sessions and (lacking or without or not kept):
             rows = ", ".join(f"{operator} {case}" for operator, case in self.rows())
-            raise none_left(operators, cases, f"these results have {rows}")
+            named = (lacking, without) if lacking or without else (operators, cases)
+            raise none_left(*named, f"these results have {rows}")
         return self.model_copy(update={"sessions": kept})
 
 

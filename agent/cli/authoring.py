@@ -171,16 +171,17 @@ def resume(
     from coda_agent.agent.run import runs
 
     if len(run) == 1 and is_sweep(run[0]):
-        sweeps.resume(run[0], budget, measuring, gpu, ray, as_json, further.header(), readmit or ())
+        sweeps.resume(run[0], budget, measuring, gpu, ray, as_json, further, readmit or ())
         return
     typed.refuse_unused("it is for a sweep; leave it out", ray=ray, readmit=readmit)
     setup.need_gpu(gpu, *typed_options(measuring))
+    run = list(dict.fromkeys(runs.folder(name).name for name in run))  # a run that was given twice
     for name in run:
         header = setup.header_of(name)
         setup.refuse_idle(header["provider"], *typed_options(further))
         setup.refuse_uncounted(header["provider"], budget.limits(), header.get("model"))
     if len(run) > 1:
-        _attend([runs.folder(name).name for name in run], flags(gpu, budget, further, measuring), as_json)
+        _attend(run, flags(gpu, budget, further, measuring), as_json)
     else:
         given = further.header() | {"limits": budget.limits().to_json()}
         _go(runs.reopen(run[0]), gpu, measuring, as_json, given)

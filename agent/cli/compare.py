@@ -235,15 +235,22 @@ def _drawn(view: View, out: Path) -> None:
             f"{error.name} is not installed, so the charts and the page were not drawn: "
             f"{extras.remedy(error)}, then coda-agent compare --from {out / RESULTS}"
         ) from None
-    for name, file in drawn.items():
-        write_atomic(out / name, file)
+    for name in charts.FILES:
+        if name in drawn:
+            write_atomic(out / name, drawn[name])
+        else:  # an earlier drawing's chart would show other results than the table
+            (out / name).unlink(missing_ok=True)
     write_atomic(out / PAGE, html_page.page(view.results, drawn, view.columns))
 
 
 def _check(drawing: Drawing) -> None:
-    """Check that tables can be written into the file of --write, before anything is measured or drawn."""
+    """Check that tables can be written into the file of --write, and that --out can be a folder, before
+    anything is measured or drawn."""
     from coda_agent.comparison.drawing import markdown
 
+    there = next(path for path in (drawing.out, *drawing.out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"--out {drawing.out}: {there} is not a folder; give another folder")
     if drawing.write:
         with arguments.naming_file(drawing.write):
             markdown.marked(drawing.write)

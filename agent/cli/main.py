@@ -142,13 +142,18 @@ def report(
     from coda_agent.agent.reporting import compared, sweep_view
     from coda_agent.agent.run.runs import folder
 
+    alone = "--json prints instead of writing a page; leave one of the two out"
     sweeps = [name for name in run if is_sweep(name)]
     if sweeps and len(run) > 1:
         raise typer.BadParameter(f"{sweeps[0]} is a sweep, which has a page of its own; name it alone")
     if sweeps:
         arguments.refuse_unused("only a run has events; name one of the sweep's runs", jsonl=jsonl)
-        told = json.dumps(sweep_view.as_dict(run[0]), indent=1) if as_json else sweep_view.write(run[0], out)
-        echo(str(told))
+        if as_json:
+            arguments.refuse_unused(alone, out=out)
+            echo(json.dumps(sweep_view.as_dict(run[0]), indent=1))
+            return
+        with arguments.naming_file(out or Path(run[0])):
+            echo(str(sweep_view.write(run[0], out)))
         return
     if jsonl and len(run) > 1:
         raise typer.BadParameter("--jsonl takes one run; name only one")
@@ -157,7 +162,7 @@ def report(
         with arguments.naming_file(jsonl):
             echo(accepting.export(run[0], jsonl))
     elif as_json:
-        arguments.refuse_unused("--json prints instead of writing a page; leave one of the two out", out=out)
+        arguments.refuse_unused(alone, out=out)
         echo(json.dumps(compared.as_dict(run), indent=1))
     else:
         with arguments.naming_file(out or folder(run[0])):

@@ -18,6 +18,7 @@ from coda_agent.agent.options import (
     IMPROVE,
     AuthoringOptions,
     BudgetOptions,
+    Further,
     Gpu,
     Json,
     MeasuringOptions,
@@ -103,21 +104,31 @@ def resume(
     gpu: bool | None,
     ray: str | None,
     as_json: bool,
-    given: dict[str, Any],
+    further: Further,
     readmit: Sequence[str] = (),
 ) -> None:
-    """Continue a sweep, perhaps on another cluster. The options in ``given`` replace the options of the
+    """Continue a sweep, perhaps on another cluster. The options in ``further`` replace the options of the
     sweep's runs. ``readmit``: the names of excluded slots (cores or GPUs) to use again."""
     from coda_agent.agent.fleet import sweep as sweeps
 
+    if gpu is False:
+        setup.need_gpu(gpu, *typed_options(measuring))
     made = sweeps.reopen(name)
-    for slot in readmit:
-        if slot not in made.left_out():
-            out = ", ".join(made.left_out()) or "none"
-            made.close()
-            raise typer.BadParameter(f"{name} has not excluded {slot}; it has excluded {out}")
-        made.record("readmitted", {"slot": slot})
-    _drive(made, budget, measuring, gpu, ray, None, as_json, {}, given)
+    try:
+        for header in made.header["headers"]:
+            setup.refuse_idle(header["provider"], *typed_options(further))
+            setup.refuse_uncounted(header["provider"], budget.limits(), header.get("model"))
+        left = made.left_out()
+        for slot in readmit:
+            if slot not in left:
+                out = ", ".join(left) or "none"
+                raise typer.BadParameter(f"{name} has not excluded {slot}; it has excluded {out}")
+        for slot in readmit:
+            made.record("readmitted", {"slot": slot})
+    except BaseException:
+        made.close()
+        raise
+    _drive(made, budget, measuring, gpu, ray, None, as_json, {}, further.header())
 
 
 def executor(ray: str | None, gpu: bool | None, *, cores: bool = True) -> Executor:

@@ -201,6 +201,8 @@ def _provider(name: str, specs: list[Path]) -> str:
 def _ask_lessons(found: RunLessons, failed: str | None) -> list[Lesson]:
     """Ask a person for a lesson from each failure on which the run's author proposed no tip, or only from the
     failure ``failed``. Raises TipsError if nobody answers."""
+    if failed is not None:
+        found.named(failed)  # raises an error for a failure that the run does not have
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
     try:
         with arguments.asking():

@@ -24,7 +24,7 @@ from coda_agent.agent.run import runs
 from coda_agent.agent.storage.journal import Event, Journal, JournalError, glance
 from coda_agent.primitives.lang.ir import Program
 
-JOURNAL = "sweep.db"  # the journal's file in a sweep's folder
+JOURNAL = runs.SWEEP
 NAME = re.compile(r"sweep-\d{8}-\d{6}(-\d+)?")
 
 

@@ -24,6 +24,7 @@ from coda_agent.verifier.spec.model import Spec
 
 STAMP = re.compile(r"-(\d{8}-\d{6})(?:-(\d+))?$")
 JOURNAL = "journal.db"  # in a run's folder
+SWEEP = "sweep.db"  # the journal in a sweep's folder
 DERIVED = "derived"  # the field of a journal's header that holds the program of a derived backward
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 
@@ -125,6 +126,11 @@ def folder(name: str) -> Path:
         raise JournalError(f"{runs_dir().resolve()}: there is no run {name!r}; {latest()}")
     if given.is_dir() and given.resolve() != (runs_dir() / name).resolve():
         raise JournalError(f"{given} is not a run in {runs_dir()}; set CODA_AGENT_RUNS to its parent folder")
+    if (runs_dir() / name / SWEEP).is_file():
+        raise JournalError(
+            f"{name} is a sweep, not a run: name one of its runs, which coda-agent report {name} --json "
+            "lists (only report and resume take a sweep, and they take it alone)"
+        )
     return runs_dir() / name
 
 

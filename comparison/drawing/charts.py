@@ -51,6 +51,7 @@ TITLES = {
     "speedup": "Speedup of the LLM's kernels over other columns, with 95% intervals",
     "roofline": "Time over the roofline, by column",
 }
+FILES = tuple(f"{name}.{kind}" for name in TITLES for kind in ANONYMOUS)
 TICKS = (
     0.25, 0.33, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2, 2.5, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100,
 )  # fmt: skip

@@ -43,7 +43,7 @@ def test_the_page_has_what_was_simulated(
     monkeypatch.setattr(simulation, "FLEET", 4)
     run = {"run": "24 checks on 2 one-core node(s)", "seconds": 50.0, "predicted": 55.0}
     (tmp_path / "runs.json").write_text(json.dumps({"compared": [run]}))
-    real = [tmp_path / "runs.json", simulation.ROOT / "docs" / "fleet_runs" / "neighbours.json"]
+    real = [tmp_path / "runs.json", ROOT / "docs" / "fleet_runs" / "neighbours.json"]
     files = ["--out", str(tmp_path), "--runs", *map(str, real)]
     simulation.main(["--driver", "0.03", *files])
     found = json.loads(capsys.readouterr().out)

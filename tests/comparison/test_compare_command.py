@@ -99,6 +99,26 @@ def test_what_is_drawn_may_be_chosen(command: Callable[..., Any], tmp_path: Path
     )
 
 
+def test_what_results_do_not_have_is_wrong_usage(command: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "results.json", made_up((("gemm_rope", "7B"), (LAYER_FORWARD, "7B"))))
+    words = ("--from", tmp_path, "--out", tmp_path / "drawn", "--only", "gemm_rope", "--cases", "7B")
+    for more in (("--only", "gemm_nothing"), ("--cases", "9B")):
+        status, _, told = command(*words, *more)
+        assert (
+            status == USAGE and f"{' '.join(more)}: no row is left: these results have gemm_rope 7B" in told
+        )
+    assert command(*words, "--only", "layer", "--json")[0] == 0
+
+
+def test_a_drawing_leaves_no_chart_of_an_earlier_one(command: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "results.json", made_up((("gemm_rope", "7B"),)))
+    out = tmp_path / "drawn"
+    assert command("--from", tmp_path, "--out", out)[0] == 0 and (out / "speedup.svg").exists()
+    assert command("--from", tmp_path, "--out", out, "--columns", "matmul")[0] == 0
+    assert not (out / "speedup.svg").exists() and not (out / "speedup.png").exists()
+    assert (out / "roofline.svg").exists()
+
+
 def test_layer_is_both_of_a_layer_to_draw_and_to_measure(command: Callable[..., Any], tmp_path: Path) -> None:
     named = ["layer, forward", "layer, forward and backward"]
     write(tmp_path / "results.json", made_up((("gemm_rope", "7B"), *((name, "1B") for name in named))))
@@ -295,6 +315,18 @@ def test_where_ratios_are_to_be_written_is_looked_at_before_anything_is_measured
         status, _, told = command(*words, "--write", tmp_path / name)
         assert status == USAGE and why in " ".join(told.split())
     assert not gpu.opened and not (tmp_path / "out").exists()
+
+
+def test_where_results_are_to_be_stored_is_looked_at_before_anything_is_measured(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
+    (tmp_path / "file").touch()
+    words = ("--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        status, _, told = command("--out", out, *words)
+        assert status == USAGE and "is not a folder; give another folder" in " ".join(told.split())
+    assert not gpu.opened and not gpu.sat
 
 
 def test_two_comparisons_at_once_measure_one_after_the_other(

@@ -285,3 +285,31 @@ def test_an_option_that_is_given_twice(command: Command, tmp_path: Path) -> None
     (tmp_path / "ops.py").write_text("def f(x, w):\n    return x @ w.T\n")
     done = command("new", f"{tmp_path}/ops.py:f", "--shape", "x=M,K", "--shape", "x=K,M")
     wrong(done, "--shape x occurs 2 times; keep one")
+
+
+@pytest.mark.parametrize(
+    ("option", "number"),
+    [
+        ("--budget-seconds", "inf"),
+        ("--budget-gpu-seconds", "inf"),
+        ("--budget-dollars", "1e12"),
+        ("--budget-tokens", 1 << 50),
+        ("--max-tokens", 1 << 50),
+    ],
+)
+def test_a_limit_that_a_journal_cannot_hold(
+    command: Command, spec: Path, monkeypatch: pytest.MonkeyPatch, option: str, number: object
+) -> None:
+    """Such a run would be unreadable afterwards."""
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-fake")
+    monkeypatch.setattr("coda_agent.agent.run.loop.Loop.run", lambda loop: pytest.fail("it began"))
+    wrong(command("generate", spec, "--provider", "anthropic", "--no-gpu", option, number), option)
+    assert runs.names() == []
+
+
+def test_a_run_that_is_named_twice_is_resumed_once(
+    command: Command, spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coda_agent.agent.cli.authoring._attend", lambda *_: pytest.fail("several runs"))
+    name = make_run(spec)
+    assert f"run {name}, provider handoff" in command("resume", name, runs.runs_dir() / name, "--no-gpu").out

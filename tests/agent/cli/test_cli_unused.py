@@ -12,6 +12,7 @@ from authoring import TOY_KERNEL, make_run
 from commanding import Command
 
 from coda_agent.agent import tips
+from coda_agent.agent.fleet import sweep
 from coda_agent.agent.options import AuthoringOptions, BudgetOptions, MeasuringOptions, typed_options
 from coda_agent.agent.run import runs
 from coda_agent.comparison.options import Choice, Drawing, Effort
@@ -165,3 +166,53 @@ def test_a_primitive_is_proposed_authored_or_merged(
 def test_only_the_list_of_tips_is_printed_for_programs(command: Command) -> None:
     why = "it belongs to the list, not to retire; leave it out"
     unused(command, "tips", "--json", "retire", "tip-1", of="--json", why=why)
+
+
+@pytest.fixture
+def a_sweep(runs_home: Path) -> str:
+    """Create a sweep of a handoff author, without runs; return the sweep's name."""
+    header = AuthoringOptions().header() | {"provider": "handoff"}
+    made = sweep.create({"specs": ["toy.yaml"], "candidates": 1, "limits": {}, "headers": [header]})
+    made.close()
+    return made.name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--budget-tokens", 5), "--budget-tokens would limit nothing: the spending of handoff is not known"),
+        (("--max-tokens", 2048), "--max-tokens would do nothing: the author is handoff"),
+        (("--no-gpu", "--rounds", 20), "--rounds would do nothing: --no-gpu measures nothing"),
+        (("--readmit", "GPU-1"), "has not excluded GPU-1"),
+    ],
+)
+def test_a_sweep_goes_on_with_what_its_provider_takes(
+    command: Command, a_sweep: str, monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...], said: str
+) -> None:
+    monkeypatch.setattr("coda_agent.agent.cli.sweep._drive", lambda *_: pytest.fail("the sweep went on"))
+    done = command("resume", a_sweep, *words)
+    assert done.status == 2 and said in " ".join(done.err.split()), done
+    sweep.reopen(a_sweep).close()  # not locked any more
+
+
+def test_the_page_of_a_sweep_that_is_not_written(command: Command, a_sweep: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = command("report", a_sweep, "--json", "--out", page)
+    assert done.status == 2 and "--out would do nothing: --json prints" in " ".join(done.err.split())
+    (tmp_path / "folder").mkdir()
+    done = command("report", a_sweep, "--out", tmp_path / "folder")
+    assert done.status == 2 and f"{tmp_path / 'folder'}: Is a directory" in "".join(done.err.splitlines())
+    assert command("report", a_sweep, "--out", page).status == 0 and page.is_file()
+
+
+def test_a_sweep_is_no_run(command: Command, a_sweep: str, spec: Path, tmp_path: Path) -> None:
+    run = make_run(spec)
+    for words in (
+        ("review", a_sweep),
+        ("accept", a_sweep),
+        ("bundle", a_sweep, "--out", tmp_path / "b.json"),
+        ("resume", a_sweep, run),
+        ("tips", "propose", a_sweep),
+    ):
+        done = command(*words)
+        assert done.status == 3 and f"{a_sweep} is a sweep, not a run: name one of its runs" in done.err, done

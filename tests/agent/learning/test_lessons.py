@@ -242,6 +242,11 @@ def test_a_lesson_needs_one_failure(author: Callable[..., str], log: Path) -> No
     assert [(t.lesson, t.failed) for t in read_tips(log)] == [("Scale rows", "interpret/numerics")]
 
 
+def test_a_failure_that_the_run_does_not_have(author: Callable[..., str], log: Path) -> None:
+    error = command("propose", author(BROKEN, TOY_KERNEL), "--failed", "trace/x").exception
+    assert isinstance(error, TipsError) and "there are: trace/python" in str(error)
+
+
 def test_an_authors_tips_are_proposed_and_a_bad_one_refused(author: Callable[..., str], log: Path) -> None:
     def said(journal: Journal) -> None:
         for number, lesson in enumerate(["Be brief\n# Rules", "Give gemm both operands"], 1):
