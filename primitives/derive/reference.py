@@ -39,6 +39,11 @@ FORMS = {
     "join": "torch.stack(({0}, {1}), -1).flatten(1)",
     "row_sums": "{0}.sum(-1)",
     "column_sums": "{0}.sum(0)",
+    "row_max": "{0}.amax(-1)",
+    "row_abs_max": "{0}.abs().amax(-1)",
+    "column_max": "{0}.amax(0)",
+    "column_abs_max": "{0}.abs().amax(0)",
+    "head_abs_max": "{0}.unflatten(1, (-1, {sizes[0]})).abs().amax(-1)",
     "row_logsumexp": "logsumexp({0}, -1)",
     "row_select": "({0} * ({columns} == {1}[:, None])).sum(-1)",
     "head_sums": "{0}.unflatten(1, (-1, {sizes[0]})).sum(-1)",
@@ -59,6 +64,7 @@ def reference(program: Program, cast: bool = False) -> str:
     types = program.types()
     chosen = {i: n for n, i in program.outputs.items()}
     used = set(reached(program.nodes, program.outputs.values()))
+    literal = {i for i, n in enumerate(program.nodes) if n.op in ("constant", "dim")}
     for index, node in enumerate(program.nodes):
         if index not in used:
             names.append("")
@@ -72,11 +78,25 @@ def reference(program: Program, cast: bool = False) -> str:
             while index not in chosen and name in taken:
                 name += "_"
             arguments = [_wide(names[a], types[a], types[index]) for a in node.args]
+            arguments = _with_tensors(node, arguments, [a in literal for a in node.args])
             if cast and narrow and node.op == "gemm":
                 arguments[:2] = [f"{operand}.to({narrow})" for operand in arguments[:2]]
             lines.append(f"{name} = {_expression(node, arguments, types[index])}")
             names.append(name)
+            literal |= {index} if literal.issuperset(node.args) else set()
     return "\n".join(lines) + "\n"
+
+
+def _with_tensors(node: Node, arguments: list[str], literal: list[bool]) -> list[str]:
+    """The texts of an operation's arguments, changed so that torch accepts them. Torch's functions refuse
+    Python numbers. ``literal``: whether each argument is computed from literals and sizes alone, and so may
+    be a Python number, or a tensor on the CPU. A number becomes fp64, so that a reference in fp64 stays
+    exact; a tensor without axes does not widen other tensors."""
+    if node.op in ("maximum", "minimum") and literal == [True, False]:
+        return arguments[::-1]
+    if node.op in (*CALLS, "gelu") and literal[0]:
+        return [f"torch.as_tensor({arguments[0]}, dtype=torch.float64)"]
+    return arguments
 
 
 def _wide(name: str, given: Type, wanted: Type) -> str:

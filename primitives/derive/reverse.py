@@ -11,7 +11,6 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, reduction
 from coda_agent.primitives.lang.signature import Type
 from coda_agent.primitives.lang.trace import Tensor, apply
 
-POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid")  # operations whose finite results are positive
 ALIKE = ("negative", "even", "odd", "transpose", "row_sums", "per_row", "head_sums", "per_head", "as_tile")
 SUMS = ("add", "subtract", "join")
 
@@ -93,8 +92,8 @@ class Reverse:
         if node.op == "input":
             return node.attribute in self.positive
         return (
-            node.op in (*POSITIVE, "dim")
-            or (node.op in ("per_row", "per_column", "per_head", "multiply", "divide"))
+            node.op in ("rsqrt", "dim")  # exp and sigmoid are not here: they underflow to zero
+            or node.op in ("per_row", "per_column", "per_head", "multiply", "divide", "sqrt")
             and all(map(self.nonzero, node.args))
         )
 

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from benchmarks.fleet import simulation
 from benchmarks.fleet.simulation import SimulatedResources, drawn, efficiency, phases, simulate

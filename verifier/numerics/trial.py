@@ -130,7 +130,9 @@ def _try(
     text = (key == "baseline" and spec.baseline) or spec.reference
     try:
         _check_defined(spec, text)
+        before = {name: tensor.clone() for name, tensor in inputs.items()}
         outputs = _attempt(spec, inputs, sizes, text)
+        _check_unchanged(spec, key, before, inputs)
         for name in spec.outputs:
             _check_output(spec, name, outputs[name], sizes)
         return outputs
@@ -164,6 +166,18 @@ def _attempt(spec: Spec, inputs: Tensors, sizes: Sizes, text: str) -> dict[str, 
             "it draws random numbers, so each call would give another result: make them an input"
         )
     return outputs
+
+
+def _check_unchanged(spec: Spec, key: str, before: Tensors, inputs: Tensors) -> None:
+    """Raise BadReference if a text has written to an input. The truth, the yardstick and the kernel read the
+    same tensors, so each would see other values. Only a baseline may write, and only to an updated input."""
+    updated = {output.updates for output in spec.outputs.values()} if key == "baseline" else set()
+    for name in inputs.keys() - updated:
+        if not torch.equal(cast(before[name], torch.float64), cast(inputs[name], torch.float64)):
+            raise BadReference(
+                f"it writes to its input {name!r}, which others read after it: make a new tensor, such as "
+                f"{name} = {name} + 1 in place of {name} += 1"
+            )
 
 
 def _check_output(spec: Spec, name: str, value: object, sizes: Sizes) -> None:

@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.scalarstring import FoldedScalarString, LiteralScalarString
+from ruamel.yaml.scalarstring import LiteralScalarString
 
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.spec.fields import Model
@@ -153,16 +153,16 @@ def plain(node: Any) -> Any:
 def _line(tree: Any, place: Place) -> int:
     """Return the line of the deepest key of ``place`` that the file contains. If this key's value is a text,
     and a number n follows the key in ``place``, return the line of the file that holds line n of the text
-    (counted from 1)."""
-    line, node = 1, tree
+    (counted from 1). Only the lines of a literal text (``|``) are lines of the file. For another text, return
+    the line where it begins."""
+    line, begins, node = 1, 1, tree
     for part in place:
         if isinstance(node, CommentedMap) and part in (node.lc.data or ()) and part in node:
-            line, node = node.lc.key(part)[0] + 1, node[part]
+            line, begins, node = node.lc.key(part)[0] + 1, node.lc.value(part)[0] + 1, node[part]
         elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
             line, node = node.lc.item(part)[0] + 1, node[part]
         elif isinstance(node, str) and isinstance(part, int) and part > 0:
-            block = isinstance(node, LiteralScalarString | FoldedScalarString)
-            line += part if block else part - 1
+            line = begins + (part if isinstance(node, LiteralScalarString) else 0)
     return line
 
 

@@ -126,8 +126,10 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
 
 def arithmetic(formula: float | str, sizes: Sizes) -> float:
     """Evaluate a number, or arithmetic over dims. Raises ValueError if that fails."""
+    if not isinstance(formula, str):
+        return float(formula)
     try:
-        value = _arithmetic(_parsed(str(formula)), sizes)
+        value = _arithmetic(_parsed(formula), sizes)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"{formula!r} has no value ({error})") from None
     except KeyError as error:

@@ -12,13 +12,14 @@ from checkout import ROOT
 from derived import backward, error, evaluate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import signature, tensor
+from kernels import signature, tensor, trace
 
 from coda_agent.primitives import gemm, pairs, per_column, per_row, row_sums, rsqrt, silu
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.derive import derive
 from coda_agent.primitives.derive.ledger import count
 from coda_agent.primitives.derive.ranges import joined
+from coda_agent.primitives.derive.reference import reference as text_of
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret, torch_dtype
 from coda_agent.primitives.lang.ir import LEAVES, OPERATIONS, Node, Program
@@ -296,3 +297,48 @@ def test_random_programs_agree_with_autograd(pytestconfig: pytest.Config) -> Non
             assert refused.message and "\n" not in refused.message
 
     each_agrees()
+
+
+LINEAR = {"x": tensor("M, K"), "w": tensor("N, K")}
+
+
+@pytest.mark.parametrize(("scale", "least"), [("sqrt(v)", 0.0), ("exp(v)", -800.0), ("sigmoid(v)", -800.0)])
+def test_no_gradient_divides_by_a_scale_that_may_be_zero(scale: str, least: float) -> None:
+    own = signature({**LINEAR, "v": tensor("M", "fp32")}, {"y": tensor("M, N"), "z": tensor("M, N")})
+    program = trace(
+        own, "t = gemm(x, w.mT)", f"z = t * per_row({scale})", "return {'y': silu(t) + z, 'z': z}"
+    )
+    sizes = {"M": 4, "N": 8, "K": 8}
+    derived = derive(program, sizes, wrt=["x", "w"], of=["y"])
+    torch.manual_seed(0)
+    leaves = {n: torch.randn(4 if n == "x" else 8, 8).double().requires_grad_() for n in LINEAR}
+    inputs = {**leaves, "v": torch.tensor([least, 1, 2, 3]).double()}
+    made = evaluate(program, inputs, sizes)
+    gradient = torch.randn(4, 8).double()
+    truth = torch.autograd.grad((made["y"] * gradient).sum(), [*leaves.values()])
+    memory = {n: t.detach() for n, t in {**inputs, **made, "d_y": gradient}.items()}
+    found = backward(program, derived, memory, sizes)
+    assert all(error(found[f"d_{n}"], t) < 1e-9 for n, t in zip(leaves, truth, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("value", "shape"),
+    [
+        ("minimum(1, maximum(-1, t))", "M, 4*H"), ("t * rsqrt(t.columns)", "M, 4*H"),
+        ("maximum(cos(0.5) + 1, t)", "M, 4*H"), ("t * gelu(silu(0.5))", "M, 4*H"),
+        ("row_max(t)", "M"), ("row_abs_max(t)", "M"), ("column_max(t)", "4*H"), ("column_abs_max(t)", "4*H"),
+        ("head_abs_max(t, 4)", "M, H"),
+    ],
+)  # fmt: skip
+def test_a_program_has_a_text_that_pytorch_runs(value: str, shape: str) -> None:
+    dtype = "bf16" if "," in shape else "fp32"
+    own = signature({"x": tensor("M, K"), "w": tensor("4*H, K")}, {"y": tensor(shape, dtype)})
+    program = trace(own, "t = gemm(x, w.mT)", f"return {{'y': {value}}}")
+    sizes = {"M": 6, "H": 2, "K": 8}
+    torch.manual_seed(0)
+    shapes = {n: [d(sizes) for d in t.shape] for n, t in own.inputs.items()}
+    inputs = {n: torch.randn(s).double() for n, s in shapes.items()}
+    names = {**reference.scope(), **inputs, **sizes}
+    exec(text_of(program), names)
+    assert error(names["y"], evaluate(program, inputs, sizes)["y"]) < 1e-12
+    assert names["y"].dtype == torch.float64

@@ -337,3 +337,43 @@ def test_yaml_that_cannot_be_built_is_one_message(tmp_path: Path, text: str) -> 
     path.write_text(text)
     with pytest.raises(SpecError, match="this is not a YAML mapping|this YAML cannot be read"):
         load(path, check=False)
+
+
+@pytest.mark.parametrize("line", ["scale += 1", "scale.mul_(2)", "a[0] = 0"])
+def test_a_reference_that_writes_to_an_input_is_refused(write, line):
+    """The yardstick's run would otherwise change fp32 inputs before the kernel reads them."""
+    spec = write("  # a comment\n", f"  {line}\n")
+    with pytest.raises(SpecError, match="it writes to its input '(scale|a)'"):
+        load(spec)
+
+
+def test_a_baseline_may_write_to_an_updated_input(write):
+    text = "baseline: |\n  c = old.add_((a @ b.mT) * scale[:, None])\n  r = rsqrt((c * c).mean(-1) + eps)\n"
+    load(write("cases:\n", f"{text}cases:\n"))
+    with pytest.raises(SpecError, match="baseline: it writes to its input 'scale'"):
+        load(write("cases:\n", f"{text}  scale += 1\ncases:\n"))
+
+
+BODY = "  # a comment\n  c = (a @ b.mT) * scale[:, None] + old\n  r = rsqrt((c * c).mean(-1) + eps)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("reference:\n  |\n  c = a @ b.mT\n  r = typo\n", 17),
+        ("reference: >\n  c = (a\n  @ b.mT)\n\n  r = typo\n", 14),
+        ('reference: "c = a @ b.mT\\nr = typo"\n', 14),
+        ("reference:\n  c = a @ b.mT\n\n  r = typo\n", 15),
+    ],
+)
+def test_an_error_in_a_text_has_a_line_of_the_text(write, text, line):
+    with pytest.raises(SpecError) as caught:
+        load(write(f"reference: |\n{BODY}", text))
+    assert caught.value.line == line
+
+
+@pytest.mark.parametrize("domain", ["[-.inf, .inf]", "[.nan, 1]"])
+def test_an_infinite_bound_is_not_taken_for_a_dim(write, domain):
+    spec = write("a: {shape: [M, K], dtype: fp16}", f"a: {{shape: [M, K], dtype: fp16, domain: {domain}}}")
+    with pytest.raises(SpecError, match="is empty or not finite"):
+        load(spec)
