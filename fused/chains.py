@@ -84,14 +84,15 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     return made
 
 
-_kept: Any = WeakTensorKeyDictionary()  # keyed by the first weight of each result
+# keyed by the first weight of each result, then by the function and its keywords
+_kept: Any = WeakTensorKeyDictionary()
 
 
 class _Kept(NamedTuple):
-    """A reordered weight, a description of its computation (``state``), and the original weights (``of``)."""
+    """A reordered weight, the original weights (``of``), and their state when it was computed."""
 
     made: Tensor
-    state: tuple[Any, ...]
+    state: list[Any]
     of: list[Any]
 
 
@@ -99,20 +100,23 @@ def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)`` once. Keep the result while these weights exist and no operation changes them in
     place. In-place changes of a weight's ``data`` are not noticed. A recomputed result keeps the old result's
     address, so that CUDA graphs replay correctly."""
-    state = make.func, make.keywords, [(id(t), t._version, t.data_ptr()) for t in of]
-    found = _kept.get(of[0])
+    state = [(id(t), t._version, t.data_ptr()) for t in of]
+    # A graph may read one weight in two orders, at two addresses.
+    results, how = _kept.setdefault(of[0], {}), (make.func, *sorted(make.keywords.items()))
+    found = results.get(how)
     if found and found.state == state and all(each() is not None for each in found.of):
         return found.made
-    made = make(*of)
-    if of[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return made  # every replay of the graph computes the result again
-    if found and (made.shape, made.dtype, made.device) == (
-        found.made.shape,
-        found.made.dtype,
-        found.made.device,
-    ):
-        made = found.made.copy_(made)
-    _kept[of[0]] = _Kept(made, state, [weakref.ref(t) for t in of])
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be overwritten later
+        made = make(*of)
+        if of[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return made  # every replay of the graph computes the result again
+        if found and (made.shape, made.dtype, made.device) == (
+            found.made.shape,
+            found.made.dtype,
+            found.made.device,
+        ):
+            made = found.made.copy_(made)
+    results[how] = _Kept(made, state, [weakref.ref(t) for t in of])
     return made
 
 

@@ -34,8 +34,10 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
         return "lm_head has hooks"
     if getattr(model.config, "final_logit_softcapping", None):
         return "logits are soft-capped"
-    if model.loss_function.__name__ != "ForCausalLMLoss":
-        return f"the loss is {model.loss_function.__name__}"
+    own = model.loss_function
+    if own is not sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss:
+        name = getattr(own, "__name__", type(own).__name__)
+        return f"the loss is {name}, not transformers' own ForCausalLMLoss"
     return ""
 
 

@@ -42,8 +42,9 @@ PARTS = {
 class Settings(NamedTuple):
     """How to compute a layer. ``centered``: norms multiply by 1 + weight. ``rotates``: the matmul's epilogue
     rotates queries and keys. ``keeps``: keep reordered weights between calls without gradients, and from a
-    forward to its backward. ``next_norm``: the next layer's first norm, if this layer also computes that
-    norm, without the row scaling; otherwise None."""
+    forward to its backward. ``kinds``: the family's classes of norms, MLP and attention. ``next_norm``: the
+    next layer's first norm, if this layer also computes that norm, without the row scaling; otherwise
+    None."""
 
     activation: str
     centered: bool
@@ -52,6 +53,7 @@ class Settings(NamedTuple):
     rotate: Callable[..., tuple[Tensor, Tensor]]
     eager_attention: Callable[..., Any]
     attentions: Any
+    kinds: tuple[type, ...]
     next_norm: Any = None
 
 
@@ -72,16 +74,47 @@ def settings(layer: Any, keeps: bool = False) -> Settings:
     code = sys.modules[f"transformers.models.{name}.modeling_{name}"]
     attention = layer.self_attn
     return Settings(
-        activation=ACTIVATIONS.get(type(layer.mlp.act_fn).__name__, ""),
+        activation=ACTIVATIONS.get(type(getattr(layer.mlp, "act_fn", None)).__name__, ""),
         centered=name == "gemma",
         rotates=not hasattr(attention, "q_norm")
-        and attention.q_proj.bias is None
+        and getattr(attention.q_proj, "bias", None) is None
         and functional.rotates(attention.head_dim),
         keeps=keeps,
         rotate=code.apply_rotary_pos_emb,
         eager_attention=code.eager_attention_forward,
         attentions=code.ALL_ATTENTION_FUNCTIONS,
+        kinds=tuple(getattr(code, name.capitalize() + part) for part in ("RMSNorm", "MLP", "Attention")),
     )
+
+
+def foreign(layer: Any) -> str:
+    """Say why no part of a layer can be fused: the layer or its attention computes something else than the
+    family's classes. Return "" if parts can be fused."""
+    name = family(layer, "DecoderLayer")
+    attention = layer.self_attn
+    if own_forward(layer):
+        return "it has a forward of its own"
+    if not family(attention, "Attention"):
+        return f"self_attn is a {_kind(attention)}, not {name}'s"
+    return "self_attn has a forward of its own" if own_forward(attention) else ""
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether an instance has another forward than its class, for example from a hook of accelerate."""
+    return "forward" in vars(module)
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
+
+
+def changed(module: nn.Module, kinds: tuple[type, ...]) -> str:
+    """Say how a module differs from a plain instance of one of these classes; return "" if it does not."""
+    if stack.hooked(module):
+        return "has hooks"
+    if type(module) not in kinds:
+        return f"is a {_kind(module)}"
+    return "has a forward of its own" if own_forward(module) else ""
 
 
 def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
@@ -96,7 +129,9 @@ def not_plain(module: nn.Module, sharded: bool) -> str:
     """Say why fused parts cannot compute a projection; return "" if the projection is plain. ``sharded``:
     accept a DTensor as weight, because FSDP gathers the whole weight whenever the module runs."""
     if type(module) is not nn.Linear:
-        return f"is a {type(module).__module__.partition('.')[0]} {type(module).__name__}"
+        return f"is a {_kind(module)}"
+    if own_forward(module):
+        return "has a forward of its own"
     kind = type(module.weight)
     if kind not in (nn.Parameter, Tensor) and not (sharded and kind.__name__ == "DTensor"):
         return f"has a {kind.__name__} as weight"
@@ -114,17 +149,19 @@ def _projections(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
     """Say why a part of a layer cannot be fused; return "" if it can. ``sharded``: FSDP shards the weights
     while the layer does not run."""
-    if part == "mlp" and not how.activation:
-        return f"there is no kernel for the activation {type(layer.mlp.act_fn).__name__}"
     for path, module in _modules(layer, part):
+        if not path.endswith("_proj"):
+            if why := changed(module, how.kinds):
+                return f"{path} {why}"
+            continue
         if stack.hooked(module):
             return f"{path} has hooks"
-        if not path.endswith("_proj"):
-            continue
         if why := not_plain(module, sharded):
             return f"{path} {why}"
         if module.bias is not None and part != "in":
             return f"{path} has a bias"
+    if part == "mlp" and not how.activation:
+        return f"there is no kernel for the activation {type(layer.mlp.act_fn).__name__}"
     attention = layer.self_attn
     if part == "in" and len({getattr(attention, f"{n}_proj").bias is None for n in "qkv"}) > 1:
         return "some of queries, keys and values have a bias, and some have none"
@@ -134,7 +171,7 @@ def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
 def unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
     """Say why fused parts cannot compute with these tensors; return "" if they can."""
     dtype, others = matmul_dtype(x), {matmul_dtype(w) for w in weights}
-    if others != {dtype}:
+    if not others <= {dtype}:
         return f"a stream of {x.dtype} and weights of {', '.join(sorted(map(str, others)))}"
     if x.device.type == "cuda":
         if torch.cuda.get_device_capability(x.device) != TARGET.capability:
@@ -165,6 +202,8 @@ def _warn(why: str) -> None:
 
 def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward of a decoder layer. This forward respects the model's own activation checkpointing."""
+    if "past_key_values" in kwargs:  # the former name of ``cache``, which transformers accepts until 5.40
+        kwargs["cache"] = kwargs.pop("past_key_values")
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             _warn("a cache has no effect under activation checkpointing")
@@ -196,17 +235,21 @@ def _layer(
         "position_embeddings": position_embeddings,
     }
     begun = stack.take(hidden_states, layer)
-    why = unfit(hidden_states, (layer.mlp.down_proj.weight, layer.self_attn.o_proj.weight))
+    last = getattr(layer.mlp, "down_proj", None), layer.self_attn.o_proj
+    why = unfit(hidden_states, [part.weight for part in last if type(part) is nn.Linear])
     if why:
         _warn(why)
         return usual(hidden_states, **own, **kwargs)
-    if _watched(layer.self_attn):
+    if _watched(layer.self_attn, how):
         return usual(hidden_states, **own, **kwargs)
     return _rest(layer, how, *_attended(layer, how, hidden_states, begun, **own, **kwargs))
 
 
-def _watched(attention: Any) -> bool:
-    """Whether a hook reads the attention module's result, which a fused layer does not produce."""
+def _watched(attention: Any, how: Settings) -> bool:
+    """Whether a hook reads the attention module's result, which a fused layer does not produce, or another
+    forward than the family's computes this result."""
+    if type(attention) not in how.kinds or own_forward(attention):
+        return True
     forward = {**attention._forward_hooks, **attention._forward_pre_hooks}
     idle = attention.config._attn_implementation != "eager"  # only eager attention returns attention weights
     read = stack.changing(forward) if idle else forward
@@ -262,7 +305,7 @@ def _heads(
         normed = layer.input_layernorm(x)
         projected: Any = [part(normed) for part in _projections(layer)]
     else:
-        usual = cos.shape[-1] == attention.head_dim and not any(map(stack.hooked, norms))
+        usual = cos.shape[-1] == attention.head_dim and not any(changed(norm, how.kinds) for norm in norms)
         usual = usual and len({norm.variance_epsilon for norm in norms}) < 2  # ``heads`` takes one eps
         # A cache keeps the model's own order of columns, because other code may read the cache.
         rotated = usual and how.rotates and not cached

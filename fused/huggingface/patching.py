@@ -47,22 +47,28 @@ class Table(tuple[PatchedPart, ...]):
 
 
 class PatchedForward:
-    """The forward of a patched module. ``previous``: the forward that the instance itself had before the
-    patch, if any."""
+    """The forward of a patched module."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], settings: Settings | None):
         self.module, self.run, self.settings = module, run, settings
-        self.previous = vars(module).get("forward")
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
+        return inspect.signature(type(self.module).forward.__get__(self.module))
 
     def usual(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the unpatched module computes."""
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def replica(self) -> nn.Module:
+        """A replica of the module for torch.nn.DataParallel. Its forward reads the replica's own weights."""
+        made = cast(nn.Module, type(self.module)._replicate_for_data_parallel(self.module))
+        made.forward = PatchedForward(made, self.run, self.settings)
+        return made
+
+    def attach(self) -> None:
+        self.module.forward = self
+        self.module._replicate_for_data_parallel = self.replica  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = () if self.settings is None else (self.settings,)
@@ -83,7 +89,8 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
     Under activation checkpointing, forward and backward each reorder the weights. Copies of weights that FSDP
     shards are never kept.
 
-    The model itself computes parts that cannot be fused, and the table says why. Raises UnprovedVersion for
+    The model itself computes parts that cannot be fused, and the table says why. Modules whose instances have
+    a forward of their own (see ``layers.own_forward``) are such parts. Raises UnprovedVersion for
     an untested version of transformers.
     """
     unpatch(model)
@@ -116,8 +123,7 @@ def unpatch(model: nn.Module) -> None:
         if isinstance(own, PatchedForward):
             chains.forget(*module.parameters())
             del module.forward
-            if own.previous is not None:
-                module.forward = own.previous
+            vars(module).pop("_replicate_for_data_parallel", None)
 
 
 def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -133,6 +139,8 @@ def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool
     it can."""
     if not layers.family(following, "DecoderLayer"):
         return f"the next layer is a {type(following).__name__}"
+    if other := layers.foreign(following):
+        return f"the next layer is not patched: {other}"
     if own := why["out"] or why["mlp"]:
         return own
     how = layers.settings(following)
@@ -145,13 +153,15 @@ def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool
 
 def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> list[PatchedPart]:
     versions.expect("transformers")
+    if foreign := layers.foreign(layer):
+        return [_row(layer, "all", "", foreign)]
     how = layers.settings(layer, keeps)
     why = {part: layers.refusal(layer, how, part, sharded) for part in layers.PARTS}
     no_next = "" if following is None else _no_next_norm(layer, following, why, sharded)
     if following is not None and not no_next:
         how = how._replace(next_norm=following.input_layernorm)
-    layer.forward = PatchedForward(layer, layers.layer_forward, how)
-    bias, turned = layer.self_attn.q_proj.bias is not None, how.rotates
+    PatchedForward(layer, layers.layer_forward, how).attach()
+    bias, turned = getattr(layer.self_attn.q_proj, "bias", None) is not None, how.rotates
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned} (derived)"
     after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
     after += "_next_norm" * (how.next_norm is not None) + " (derived)"
@@ -167,15 +177,20 @@ def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> lis
 
 def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
     versions.expect("transformers")
-    why = causal.loss_refusal(model, sharded)
-    model.forward = PatchedForward(model, causal.causal_forward, None)
+    if layers.own_forward(model):
+        why = "the model has a forward of its own"
+    else:
+        why = causal.loss_refusal(model, sharded)
+        PatchedForward(model, causal.causal_forward, None).attach()
     return [_row(model, "loss in training, without logits", "summed_loss", why)]
 
 
 def _last_norm(norm: Any) -> list[PatchedPart]:
     versions.expect("transformers")
+    if layers.own_forward(norm):
+        return [_row(norm, "last norm", "", "it has a forward of its own")]
     run = partial(causal.norm_forward, centered=layers.family(norm, "RMSNorm") == "gemma")
-    norm.forward = PatchedForward(norm, run, None)
+    PatchedForward(norm, run, None).attach()
     return [_row(norm, "last norm", "rms_norm", "")]
 
 

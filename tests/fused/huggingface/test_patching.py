@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import small_models
 import torch
+import transformers
 from layer_parts import Where, loss_of
 from small_models import FAMILIES, faults, own_operators, tokens, trained
 from torch import Tensor
@@ -288,6 +291,198 @@ def test_the_models_own_checkpointing_gives_the_same_gradients(stack: bool, wher
     again = trained(model, tokens(), use_cache=False)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
     assert ran.count("block_swiglu") == 4  # two layers; the backward runs the forward of each layer again
+
+
+class Scaled(torch.nn.Module):
+    """Quantized weights: no tensor is called ``weight``."""
+
+    def __init__(self, plain: torch.nn.Linear):
+        super().__init__()
+        self.qweight, self.bias = torch.nn.Buffer(plain.weight.detach() * 8), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.qweight / 8)
+
+
+class Integer(torch.nn.Module):
+    """Quantized weights in int8."""
+
+    bias = None
+
+    def __init__(self, plain: torch.nn.Linear):
+        super().__init__()
+        self.weight = torch.nn.Buffer((plain.weight.detach() * 100).to(torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) / 100)
+
+
+class Experts(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.1
+
+
+def subclassed(module: Any) -> None:
+    """Make an instance one of a user's subclass, which doubles what the module computes."""
+    kind = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = kind.forward(self, *args, **kwargs)
+        return (made[0] * 2, made[1]) if isinstance(made, tuple) else made * 2
+
+    module.__class__ = type("Mine", (kind,), {"forward": forward})
+
+
+def with_forward(module: Any) -> None:
+    """Give an instance a forward of its own, as accelerate's hooks and many patches of attention do."""
+    usual = type(module).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = usual(self, *args, **kwargs)
+        return (made[0] * 2, made[1]) if isinstance(made, tuple) else made * 2
+
+    module.forward = types.MethodType(forward, module)
+
+
+PLACES = [
+    "self_attn",
+    "mlp",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.o_proj",
+    "mlp.up_proj",
+]
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("change", [subclassed, with_forward])
+@pytest.mark.parametrize("path", PLACES)
+def test_a_module_that_computes_something_else_is_the_models(
+    path: str, change: Callable[[Any], None], stack: bool
+) -> None:
+    model = small_models.model("Llama")
+    change(model.model.layers[1].get_submodule(path))
+    expected = trained(model, tokens(), use_cache=False)
+    table = fused.patch(model, stack=stack)
+    assert any(path in row.why for row in table)
+    found = trained(model, tokens(), use_cache=False)
+    assert max(loss_of(found[name], expected[name]) for name in expected) < 3e-6
+    assert own_operators(lambda: trained(model, tokens(), use_cache=False))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the patch", "after the patch"])
+def test_another_norm_and_another_mlp_are_the_models(late: bool) -> None:
+    model = small_models.model("Llama")
+    if late:
+        fused.patch(model)
+    norm = torch.nn.LayerNorm(32)
+    torch.nn.init.constant_(norm.bias, 0.3)
+    model.model.layers[0].input_layernorm, model.model.layers[1].mlp = norm, Experts()
+    plain = copy.deepcopy(model)
+    fused.unpatch(plain)
+    expected = trained(plain, tokens())
+    if not late:
+        why = {row.why for row in fused.patch(model)}
+        assert "input_layernorm is a torch LayerNorm" in why and any("Experts" in each for each in why)
+    found = trained(model, tokens())
+    assert max(loss_of(found[name], expected[name]) for name in expected) < 3e-6
+
+
+@pytest.mark.parametrize("kind", [Scaled, Integer])
+def test_quantized_weights_are_the_models_and_the_rest_stays_fused(kind: Any) -> None:
+    model = small_models.model("Llama")
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, kind(getattr(layer.mlp, name)))
+    expected = trained(model, tokens(), use_cache=False)
+    fused.patch(model)
+    found = trained(model, tokens(), use_cache=False)
+    assert max(loss_of(found[name], expected[name]) for name in expected) < 3e-6
+    assert own_operators(lambda: trained(model, tokens(), use_cache=False)).count("attention_in_rotated") == 2
+
+
+def test_a_forward_of_the_models_own_keeps_its_meaning() -> None:
+    model, seen = small_models.model("Llama"), list[bool]()
+    usual = model.forward
+
+    def autocast(*args: Any, **kwargs: Any) -> Any:  # as accelerate's ``prepare`` wraps a model
+        with torch.autocast("cpu", torch.bfloat16):
+            return usual(*args, **kwargs)
+
+    model.forward = autocast
+    model.model.norm.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    said = {row.part: row.why for row in fused.patch(model)}
+    assert said["loss in training, without logits"] == "the model has a forward of its own"
+    assert "attention_in_rotated" in own_operators(lambda: trained(model, tokens(), use_cache=False))
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    "wrap", [partial, lambda own: functools.wraps(own)(lambda *a, **k: 2 * own(*a, **k))]
+)
+def test_another_loss_is_the_models(wrap: Any) -> None:
+    model = small_models.model("Llama")
+    model.loss_function = wrap(model.loss_function)
+    expected = trained(model, tokens())
+    said = {row.part: row.why for row in fused.patch(model)}
+    assert "the loss is" in said["loss in training, without logits"]
+    found = trained(model, tokens())
+    assert max(loss_of(found[name], expected[name]) for name in expected) < 3e-6
+
+
+def test_a_kept_weight_may_be_made_in_inference_mode() -> None:
+    model = small_models.model("Llama").eval()
+    fused.patch(model, keep_reordered=True)
+    with torch.inference_mode():
+        model(tokens(), use_cache=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+        found = model(tokens(), use_cache=False).logits
+        fused.unpatch(model)
+        assert loss_of(found, model(tokens(), use_cache=False).logits) < 1e-5
+
+
+def test_two_orders_of_a_kept_weight_have_two_addresses() -> None:
+    weights = [torch.randn(16, 8) for _ in range(3)]
+    orders = [partial(layers._packed, dtype=torch.float32, width=width) for width in (0, 8)]
+    first = chains.kept(orders[0], *weights)
+    before = first.clone()
+    second = chains.kept(orders[1], *weights)
+    assert torch.equal(first, before) and not torch.equal(first, second)
+    assert chains.kept(orders[0], *weights) is first and chains.kept(orders[1], *weights) is second
+
+
+def test_a_layer_takes_the_former_name_of_a_cache() -> None:
+    model = small_models.model("Llama").eval()
+    cache, x = transformers.DynamicCache(config=model.config), torch.randn(1, 4, 32)
+    angles = model.model.rotary_emb(x, torch.arange(4)[None])
+    fused.patch(model)
+    with torch.no_grad():
+        model.model.layers[0](x, position_embeddings=angles, past_key_values=cache)
+    assert cache.get_seq_length() == 4
+
+
+def test_a_replica_reads_its_own_weights() -> None:
+    model = small_models.model("Llama")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    expected = other(tokens(), labels=tokens()).loss
+    fused.patch(model)
+    # what torch.nn.parallel.replicate does for each GPU
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    given = dict(other.named_modules())
+    for name, module in model.named_modules():
+        for key, child in module._modules.items():
+            setattr(made[module], key, made[child])
+        for key, weight in given[name]._parameters.items():
+            setattr(made[module], key, weight)
+    found = made[model](tokens(), labels=tokens())
+    assert loss_of(found.loss, expected) < 1e-5 and found.logits is None
+    fused.unpatch(model)
+    assert not any("_replicate_for_data_parallel" in vars(module) for module in model.modules())
 
 
 # Bad input
