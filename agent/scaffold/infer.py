@@ -103,7 +103,6 @@ def _outputs_of(
 
     from coda_agent.verifier.numerics.reference import MISTAKES, run
 
-    before = {name: tensor.clone() for name, tensor in inputs.items()}
     try:
         outputs = run(spec, inputs, sizes, text)
     except NotImplementedError:
@@ -111,9 +110,6 @@ def _outputs_of(
     except MISTAKES as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise draft.fail(f"{reason} (tried with {dict(sizes)})") from None
-    for name, tensor in inputs.items():
-        if not torch.equal(tensor, before[name]):
-            raise draft.fail(f"the function changes its input {name} in place; assign a new value instead")
     for name, value in outputs.items():
         if not isinstance(value, torch.Tensor):
             raise draft.fail(f"output {name} is {type(value).__name__}; return each tensor by name")

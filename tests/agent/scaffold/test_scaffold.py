@@ -513,11 +513,11 @@ BODIES = {
     "another library": ("    import numpy as np\n    return np.matmul(x, w)", 3, "only torch's names"),
     "an imported helper": ("    from ops import two\n    return two(x, w)", 3, "write here what it computes"),
     "wrong shapes": ("    h = x\n    return h @ w.mT", 3, "cannot be multiplied"),
-    "changed inputs": ("    x *= 2\n    return x @ w", 1, "changes its input x in place"),
+    "changed inputs": ("    x *= 2\n    return x @ w", 1, "writes to its input 'x'"),
     "a copy no more": (
         "    h = x.float()\n    h += 1\n    return h.type_as(x) @ w",
         1,
-        "changes its input x",
+        "writes to its input 'x'",
     ),
     "two axes too many": ("    return (x @ w)[None]", 1, "output out has 3 axes"),
     "no tensor": ("    return (x @ w).shape", 1, "output out is Size"),
