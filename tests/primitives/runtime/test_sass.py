@@ -117,9 +117,9 @@ def test_both_launches_of_a_split_step_are_read() -> None:
 def test_the_schedule_in_a_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
-    def compiled(request: str) -> list[dict[str, Any]]:
+    def compiled(request: str) -> str:
         asked.append(json.loads(request))
-        return []
+        return "[]"
 
     monkeypatch.setattr(sass, "_run_child", compiled)
     own = Schedule(128, 192)
