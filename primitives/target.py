@@ -14,11 +14,12 @@ class Ceiling(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A GPU's limits. ``tensor``: the peak rate of dense 16-bit matmuls with fp32 accumulation.
-    ``tensor_fp8``: the peak rate with fp8 operands. ``memory``: the peak memory bandwidth. ``cache``: the
-    size of the L2."""
+    """A GPU's limits. ``gpu``: text that its device name contains. ``tensor``: the peak rate of dense 16-bit
+    matmuls with fp32 accumulation. ``tensor_fp8``: the peak rate with fp8 operands. ``memory``: the peak
+    memory bandwidth. ``cache``: the size of the L2."""
 
     name: str
+    gpu: str
     tensor: Ceiling
     tensor_fp8: Ceiling
     memory: Ceiling
@@ -30,8 +31,8 @@ class Machine(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A GPU architecture. ``machine``: the GPU whose limits the roofline uses. ``gpu``: text that the GPU's
-    device name contains.
+    """A GPU architecture. ``machine``: the GPU on which kernels are accepted. ``others``: more GPUs on which
+    kernels can be measured.
 
     ``architecture``: the name by which compilers know the architecture. ``environment``: environment
     variables that make compilers target the architecture on any machine. ``elf``: the architecture's number
@@ -43,7 +44,7 @@ class Target(NamedTuple):
     """
 
     machine: Machine
-    gpu: str
+    others: tuple[Machine, ...]
     capability: tuple[int, int]
     architecture: str
     environment: dict[str, str]
@@ -56,21 +57,32 @@ class Target(NamedTuple):
     swizzles: tuple[int, ...]
     probes: tuple[tuple[int, int, bool, int, int], ...]
 
+    def on(self, gpu: object) -> Machine:
+        """The limits of the GPU with this device name. For an unknown GPU, those of ``machine``."""
+        return next((each for each in self.others if each.gpu in str(gpu)), self.machine)
+
 
 # These are the datasheet's peaks. A measured sustained rate would be no limit, because a cool chip could
 # exceed the measured rate.
 H100 = Machine(
     "H100 SXM",
+    "H100",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
     Ceiling(1978.9e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 3,958 TFLOPS fp8 sparse, half of it dense"),
     Ceiling(3.35e12, "B/s", "NVIDIA H100 datasheet, SXM: 3.35 TB/s of HBM3"),
     Ceiling(50 * 2**20, "B", "NVIDIA H100 architecture whitepaper, SXM5: 50 MB of L2"),
     Ceiling(132, "SMs", "NVIDIA H100 architecture whitepaper, SXM5"),
 )
+H200 = H100._replace(
+    name="H200 SXM",
+    gpu="H200",
+    memory=Ceiling(4.8e12, "B/s", "NVIDIA H200 datasheet, SXM: 4.8 TB/s of HBM3e"),
+    cache=Ceiling(60 * 2**20, "B", "the size of the L2 that CUDA reports"),
+)
 
 HOPPER = Target(
     machine=H100,
-    gpu="H100",
+    others=(H200,),
     capability=(9, 0),
     architecture="sm_90a",
     environment={"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"},

@@ -10,6 +10,7 @@ from typing import Any
 
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.target import TARGET, Machine
 from coda_agent.verifier import statistics
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.report import CANDIDATE, Ratio, Timing
@@ -76,10 +77,16 @@ def _durations(rows: Rows) -> None:
         )
 
 
-def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
+def decide(
+    spec: Spec,
+    program: Program,
+    rows: tuple[Timing, ...],
+    figures: dict[str, Any],
+    machine: Machine = TARGET.machine,
+) -> None:
     """Check a measurement by the rules of acceptance, and fill in ``figures``. Raise Failed if, on a case
     that decides, the lower bound of the speedup does not exceed the threshold. Also raise Failed if a change
-    does not beat the incumbent. Raise InvalidMeasurement if a time is shorter than the hardware allows, or if
+    does not beat the incumbent. Raise InvalidMeasurement if a time is shorter than ``machine`` allows, or if
     the measurement is too weak for an acceptance: it has too few processes or rounds, or a warm L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
@@ -87,7 +94,7 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
         kind = "speedup" if spec.case(t.case).decides else "reported"
         figures.setdefault(kind, {})[t.case] = t.ratios[BASELINE].model_dump()
     for t in rows:
-        _believable(program, t)
+        _believable(program, t, machine)
         speedup = t.ratios[BASELINE]
         if spec.case(t.case).decides and speedup.low <= threshold:
             raise Failed(
@@ -121,17 +128,17 @@ def _improvement(rows: Sequence[Timing]) -> None:
         raise Failed(NO_FASTER, words, timings=[x.model_dump(exclude={"samples"}) for x in rows])
 
 
-def _believable(program: Program, t: Timing) -> None:
+def _believable(program: Program, t: Timing, machine: Machine) -> None:
     """Raise InvalidMeasurement if the candidate's median time in any process, or its time in a CUDA graph, is
-    shorter than the hardware allows. Each process counts, because a mean over processes could hide such a
+    shorter than ``machine`` allows. Each process counts, because a mean over processes could hide such a
     time."""
-    limit = roofline(program, t.sizes).limit * 1e3
+    limit = roofline(program, t.sizes, machine).limit * 1e3
     times = {f"process {n}: ": median(row) for n, row in enumerate(t.samples[CANDIDATE])}
     if t.graph_milliseconds is not None:
         times["in a CUDA graph: "] = t.graph_milliseconds
     for place, seen in times.items():
         if seen < limit:
             raise InvalidMeasurement(
-                f"case {t.case}: {place}{seen:.6g} ms is less than the {limit:.5f} ms that the hardware "
-                "allows: the measurement is wrong"
+                f"case {t.case}: {place}{seen:.6g} ms is less than the {limit:.5f} ms that the "
+                f"{machine.name} allows: the measurement is wrong"
             )

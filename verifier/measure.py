@@ -25,6 +25,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.schedule import by_step
+from coda_agent.primitives.target import TARGET
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.baselines.quack import MATMUL, admitted
 from coda_agent.verifier.decision import (
@@ -148,17 +149,17 @@ class _Session:
             timings = self._benchmark()
             figures |= {"stages": self.stages.rounded(), "tuning_share": self.stages.share("tune")}
             figures |= {"against_itself": self._against_itself()}
-            conditions = {name: p["conditions"] for name, p in self.stages.found.items() if "conditions" in p}
-            figures["findings"] = findings(conditions)
+            told = {name: p["conditions"] for name, p in self.stages.found.items() if "conditions" in p}
+            figures["findings"], conditions = findings(told), _conditions(told)
         with gates.gate("decision") as figures:
-            decide(self.spec, self.kernel.program, timings, figures)
+            decide(self.spec, self.kernel.program, timings, figures, TARGET.on(conditions.get("gpu")))
         return Measured(
             protocol=PROTOCOL,
             identity=identity(self.spec, self.kernel),
             rival=self._beaten(),
             gates=tuple(gates.passed),
             timings=timings,
-            conditions=_conditions(conditions),
+            conditions=conditions,
             controls=tuple(self.controls),
             seconds=self.stages.rounded() | {"all": round(time.monotonic() - start, 1)},
             seeds=self.stages.seeds(),
@@ -212,7 +213,10 @@ class _Session:
         return tuple(self._timing(case) for case in cases)
 
     def _control_case(self) -> Case:
-        return min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
+        def distance(case: Case) -> float:
+            return abs(math.log(roofline(self.kernel.program, case.sizes).seconds / CONTROL_SECONDS))
+
+        return min(self._measured_cases(), key=distance)
 
     def _controlled(self, process: int, case: Case) -> None:
         """Time a case with controls in one process; if the controls fail, repeat in a fresh process. The
@@ -263,14 +267,15 @@ class _Session:
     def _timing(self, case: Case) -> Timing:
         scores, tuned = self.scores[case.name], self._tuned(case)
         samples = {arm: tuple(tuple(s["samples"][arm]) for s in scores) for arm in scores[0]["samples"]}
-        own = samples[CANDIDATE]
+        own, gpu = samples[CANDIDATE], scores[0]["conditions"].get("gpu")
+        bound = roofline(self.kernel.program, case.sizes, TARGET.on(gpu))
         return Timing(
             case=case.name,
             sizes=dict(case.sizes),
             schedules=tuned["schedules"],
             milliseconds={arm: round(central(rows), 5) for arm, rows in samples.items()},
             ratios={arm: compared(rows, own) for arm, rows in samples.items() if arm != CANDIDATE},
-            roofline_milliseconds=round(self._bound(case) * 1e3, 5),
+            roofline_milliseconds=round(bound.seconds * 1e3, 5),
             host_microseconds={
                 arm: round(median(s["host_microseconds"][arm] for s in scores), 2)
                 for arm in scores[0]["host_microseconds"]
@@ -298,9 +303,6 @@ class _Session:
 
     def _arms(self) -> tuple[str, ...]:
         return admitted(self.spec, self.options.arms, beside_kept=bool(self.kernel.edited and self.kept))
-
-    def _bound(self, case: Case) -> float:
-        return roofline(self.kernel.program, case.sizes).seconds
 
     def _job(self, case: Case) -> KernelCase:
         """The job of a measured case on its tuned schedules. The job covers every family of inputs if the

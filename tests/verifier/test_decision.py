@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from authoring import TOY, TOY_KERNEL, checked, measured, program_of, timing
 
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.target import H100, H200
 from coda_agent.verifier.audit.report_audit import unfounded
 from coda_agent.verifier.decision import (
     BASELINE,
@@ -83,6 +85,21 @@ def test_a_reported_case_that_beats_the_hardware_is_a_wrong_measurement(tmp_path
         decided(spec, {}, graph_milliseconds=2e-4)
 
 
+def test_each_gpu_has_its_own_limit(tmp_path: Path) -> None:
+    spec, thin = toy(tmp_path, "true"), {"M": 16384, "N": 8192, "K": 64}
+    program = program_of(spec, TOY_KERNEL)
+    limits = [roofline(program, thin, gpu).limit * 1e3 for gpu in (H200, H100)]
+    assert limits[0] < 0.8 * limits[1]
+    between = (sum(limits) / 2,) * 12
+    rows = tuple(
+        t.model_copy(update={"sizes": thin, "samples": t.samples | {"candidate": (between,) * 3}})
+        for t in timings(spec, {})
+    )
+    decide(spec, program, rows, {}, H200)
+    with pytest.raises(InvalidMeasurement, match="case large: process 0: .* ms that the H100 SXM allows"):
+        decide(spec, program, rows, {}, H100)
+
+
 def test_one_process_that_beats_the_hardware_is_not_averaged_away(tmp_path: Path) -> None:
     """In the case ``large``, the hardware allows no time below 0.1389 ms. Process 1 reports 0.1 ms, but the
     mean over all processes is above this bound."""
@@ -91,7 +108,7 @@ def test_one_process_that_beats_the_hardware_is_not_averaged_away(tmp_path: Path
     assert central(own) > 0.7
     samples = timings(spec, {})[0].samples | {"candidate": own}
     with pytest.raises(
-        InvalidMeasurement, match=r"case large: process 1: 0.1 ms is less than the 0.13891 ms that the hard"
+        InvalidMeasurement, match=r"case large: process 1: 0.1 ms is less than the 0.13891 ms that the H100"
     ):
         decided(spec, {}, samples=samples)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import TOY_KERNEL, program_of, write_toy
+from authoring import TOY, TOY_KERNEL, program_of, write_toy
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable
@@ -65,6 +65,7 @@ class Workers:
         }
         self.gpu = "NVIDIA H100"
         self.speedup = 1.5
+        self.slowness = 2.0  # the time of the kernel over its roofline on an H100
         self.gain = 1.1  # the speedup over the incumbent
         self.kept: list[KernelCase | None] = []
         self.races: list[Benchmark] = []
@@ -81,7 +82,7 @@ class Workers:
         between rounds."""
         job, race = given
         generator = random.Random(len(self.asked))
-        own = 2e3 * roofline(job.kernel.program, job.sizes).seconds
+        own = 1e3 * self.slowness * roofline(job.kernel.program, job.sizes).seconds
         factors = {"torch.compile": self.speedup * generator.gauss(1, 0.002), "cuBLAS matmul": 0.9}
         factors["the kernel before"] = self.gain
         kept = ["the kernel before"] if race.kept else []
@@ -204,6 +205,18 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     assert told == {"score: inputs": 6, "score: rivals": 12, "score: race": 24}
     assert found.conditions["during"]["score/2/wide"] == {"sm_mhz": [1, 2, 3]}
     assert found.seeds["score/1/large/controlled.0/benchmark/0"] and found.seeds["tune/wide/tuning"] == 1
+
+
+def test_a_time_is_compared_with_the_limits_of_its_own_gpu(tmp_path: Path, workers: Workers) -> None:
+    thin = TOY.replace("N: 8192}", "N: 8192, bench: false}")
+    thin = thin.replace("M: 4096, K: 4096, N: 4096", "M: 16384, K: 64, N: 8192")
+    (path := tmp_path / "toy.yaml").write_text(thin)
+    workers.gpu, workers.slowness = "NVIDIA H200", 0.8
+    found = run(load(path, check=False))
+    assert isinstance(found, Measured), found
+    large = found.timings[0]
+    on_h100 = 1e3 * roofline(program_of(load(path, check=False), TOY_KERNEL), large.sizes).limit
+    assert large.roofline_milliseconds < large.milliseconds["candidate"] < on_h100
 
 
 def test_what_was_not_read_of_the_gpu_is_a_finding(spec: Spec, workers: Workers) -> None:

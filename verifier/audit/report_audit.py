@@ -78,7 +78,7 @@ def of_samples(timing: Timing, arm: str) -> Ratio | None:
 
 def _device(name: str, report: Accepted) -> list[str]:
     gpu = str(report.conditions.get("gpu", "a GPU without a name"))
-    wanted = TARGET.gpu
+    wanted = TARGET.machine.gpu
     return [] if wanted in gpu else [f"{name}: it was measured on {gpu}, not on an {wanted}: measure there"]
 
 
@@ -90,6 +90,7 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
     figures follow from its samples."""
     arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
+    machine = TARGET.on(report.conditions.get("gpu"))
     found = [
         f"{name}: the report has a timing of case {t.case}, which the spec does not measure: measure again"
         for t in report.timings
@@ -106,7 +107,7 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
         if timing.sizes != sizes:
             found.append(f"{name}: case {case} was measured at {timing.sizes}, not at {sizes}: measure again")
         place = f"{name}: case {case}"
-        bound = round(roofline(program, sizes).seconds * 1e3, 5)
+        bound = round(roofline(program, sizes, machine).seconds * 1e3, 5)
         if timing.roofline_milliseconds != bound:
             told = timing.roofline_milliseconds
             found.append(f"{place} says a roofline of {told} ms, the program's is {bound}: measure again")
@@ -196,7 +197,7 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
     """Decide again on the report's timings, and check that the kernel is accepted with the same figures."""
     figures: dict[str, Any] = {}
     try:
-        decide(spec, program, report.timings, figures)
+        decide(spec, program, report.timings, figures, TARGET.on(report.conditions.get("gpu")))
     except Failed as failed:
         return [f"{name}: decided again, it is rejected: {failed.message}"]
     except InvalidMeasurement as void:
