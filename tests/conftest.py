@@ -59,7 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # collect no garbage until all modules are imported
     # Inductor cannot import setuptools after distutils, so setuptools comes first
     importlib.import_module("setuptools")
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        _take_one_gpu(int(worker.removeprefix("gw")))
         return
     session = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="coda-agent-tests-"))
     for variable, name in CACHES.items():
@@ -78,6 +79,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # kill.
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"  # noqa: SIM112  (Ray's name)
     _watch_candidates(session / "audit")
+
+
+def _take_one_gpu(worker: int) -> None:
+    """Distribute xdist's workers over the machine's GPUs."""
+    from coda_agent.verifier.gpu.visible import visible_gpus
+
+    if gpus := visible_gpus():
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)].uuid
 
 
 def _watch_candidates(directory: Path) -> None:
