@@ -280,7 +280,7 @@ def _hint(stats: ErrorSums, rms: float, tile: float, cancelled: bool) -> str:
     elif stats.zeros > stats.count // 1000:
         share = f"{stats.zeros} of {stats.count} values"
         hint = f"{share} are zero where the truth is not: is a tile never stored?"
-    elif abs(stats.slope - 1) > 1e-4 and residual < 1.5:
+    elif abs(stats.slope - 1) > 1e-3 and residual < 1.5:  # a smaller one would be printed as 1
         hint = f"looks like a factor of {stats.slope:.4g}"
     elif tile > 4 * rms:
         hint = "the error sits in few tiles: look at edges and indices"
