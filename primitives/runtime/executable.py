@@ -55,19 +55,6 @@ def picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     return itemgetter(*keys) if len(keys) > 1 else lambda values: (values[keys[0]],)
 
 
-def _strided(shape: list[int], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """The size, strides and dtype of a new contiguous tensor with this shape."""
-    import torch
-
-    like = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
-    return tuple(like.shape), like.stride(), like.dtype
-
-
-def _span(axis: int, first: int, past: int) -> str:
-    """The code that slices rows (axis 0) or columns (axis 1) from ``first`` to ``past``."""
-    return f"{{}}[{':, ' * axis}{first}:{past}]"
-
-
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return a function (size, strides, dtype) that allocates an uninitialised tensor. The tensor is on the
     current device of the same type as ``device``. The function takes half the host time of ``torch.empty``.
@@ -116,8 +103,11 @@ class Plan:
         self._names |= {index: name for name, index in program.outputs.items()}
         signature = program.signature
         self._in_order, self._out_order = picker(tuple(signature.inputs)), picker(tuple(signature.outputs))
-        shapes = {n: [d(self.sizes) for d in t.shape] for n, t in signature.outputs.items()}
-        self._like = {n: _strided(shapes[n], t.dtype) for n, t in signature.outputs.items()}
+        like = {
+            n: torch.empty([d(self.sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device="meta")
+            for n, t in (*signature.inputs.items(), *signature.outputs.items())
+        }
+        self._like = {n: (tuple(like[n].shape), like[n].stride(), like[n].dtype) for n in signature.outputs}
         self._updates, self._empty = signature.updates, _allocator(self.device)
         kernels: list[GemmKernel | VectorKernel] = [*self.lowered.gemms, *self.lowered.vectors]
         kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
@@ -127,10 +117,8 @@ class Plan:
         tensors = [v for v in self.kept.values() if isinstance(v, torch.Tensor)]
         turns = Turns(streams, [self.workspace, *tensors])
         known = {"lock": turns.lock, "take": turns.take}
-        known |= {"empty": self._empty, "view": torch.Tensor.view, "float32": torch.float32}
-        given = [*signature.inputs, *signature.outputs]
-        self._calls = CallWriter(len(given), known)
-        self._values: dict[Hashable, str] = dict(zip(given, self._calls.given, strict=True))
+        self._calls = CallWriter([*like.values()], known | {"empty": self._empty})
+        self._values: dict[Hashable, str] = dict(zip(like, self._calls.given, strict=True))
         self._values |= {key: self._calls.constant(value) for key, value in self.kept.items()}
         self._launches: list[tuple[Part, str]] = []  # each launch as code
         for k in kernels:
@@ -225,20 +213,19 @@ class Plan:
     def _value(self, node: int) -> str:
         return self._values[self._names.get(node) or ("value", node)]
 
-    def _argument(self, argument: Argument | None, pointer: str = "{}.data_ptr()") -> str:
-        """The Python code of a kernel's argument. ``pointer``: a code template that turns a tensor with one
-        element into a kernel's argument."""
+    def _argument(self, argument: Argument | None) -> str:
+        """The Python code of a kernel's argument."""
+        import torch
+
         if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
             return "None"
         if argument.role in (*NUMBERS, "bounds"):
             return self._values[argument.role, argument.node]
         if argument.role == "partial":
             value = self._values["partial", argument.node, argument.part]
-            return self._calls.view(value, "{}[0]") if argument.rank == 2 else value
+            return self._calls.view(value, lambda t: t[0]) if argument.rank == 2 else value
         value = self._value(argument.node)
-        if argument.role == "pointer":
-            return self._calls.view(value, pointer)
-        return self._calls.view(value, "view({}, float32)") if argument.packed else value
+        return self._calls.view(value, lambda t: t.view(torch.float32)) if argument.packed else value
 
     def _gemm(self, kernel: GemmKernel) -> list[str]:
         from quack.cute_dsl_utils import get_max_active_clusters
@@ -252,12 +239,11 @@ class Plan:
         left = (get_max_active_clusters(1) - 4 * clusters) // 2  # clusters of two on the idle SMs
         rows, columns = self._shape(self._steps.gemms[kernel.step].gemm)
         boundary = share((rows, columns), schedule, clusters, left)
-        spans = (0, boundary, clusters), (boundary, rows, left)
-        return [
-            self._launch(kernel, launch, most, (first, past))
-            for launch, (first, past, most) in zip(schedule.launches, spans, strict=True)
-            if first < past
-        ]
+        first, second = schedule.launches
+        if boundary == rows:
+            return [self._launch(kernel, first, clusters)]
+        above, below = (0, boundary), (boundary, rows)
+        return [self._launch(kernel, first, clusters, above), self._launch(kernel, second, left, below)]
 
     def _launch(
         self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
@@ -270,9 +256,9 @@ class Plan:
         epilogue = self._epilogue_arguments(kernel.step)
         own = {a.name: self._rows(a, schedule, rows) for a in kernel.arguments}
         a, b = self._value(kernel.a), self._value(kernel.b)
-        a = view(a, "{}.mT") if kernel.a_transposed else a
-        a = view(a, _span(0, *rows)) if rows else a
-        b = view(b, "{}.mT") if kernel.own else b  # QuACK takes b as [N, K]
+        a = view(a, lambda t: t.mT) if kernel.a_transposed else a
+        a = view(a, lambda t: t[slice(*rows)]) if rows else a
+        b = view(b, lambda t: t.mT) if kernel.own else b  # QuACK takes b as [N, K]
         bounds = None if kernel.offsets is None else self.kept["bounds", kernel.offsets]
         varlen = make_varlen_args(*((None, bounds) if kernel.own else (bounds, None)), None)
         by_expert = constant(varlen)
@@ -291,6 +277,8 @@ class Plan:
     def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> str:
         """The code of a launch's argument. If the launch computes only some ``rows``, this is the code of the
         argument's slice for these rows."""
+        if argument is not None and argument.role == "pointer":
+            return self._calls.address(self._value(argument.node))
         value = self._argument(argument)
         if argument is None or rows is None:
             return value
@@ -299,11 +287,11 @@ class Plan:
             case "partial" if not argument.picks:
                 if self._along_columns(argument.node):
                     first, past = first // schedule.tile_m, -(-past // schedule.tile_m)
-                return self._calls.view(value, _span(1, first, past))
+                return self._calls.view(value, lambda t: t[:, first:past])
             case "load" | "store" | "range" | "table" | "row" | "index" | "partial":
-                return self._calls.view(value, _span(0, first, past))
+                return self._calls.view(value, lambda t: t[first:past])
             case "memory" if argument.rank == 2:
-                return self._calls.view(value, _span(0, first, past))
+                return self._calls.view(value, lambda t: t[first:past])
         return value
 
     def _epilogue_arguments(self, step: int) -> Any:
@@ -314,8 +302,12 @@ class Plan:
         return getattr(load_module(lowered), name).EpilogueArguments
 
     def _vector(self, kernel: VectorKernel) -> str:
-        compiled = self._calls.constant(compile_vector(self.lowered, kernel))
-        return f"{compiled}({', '.join(self._argument(a, '{}.view(1)') for a in kernel.arguments)})"
+        compiled, view = self._calls.constant(compile_vector(self.lowered, kernel)), self._calls.view
+        arguments = (
+            view(self._value(a.node), lambda t: t.view(1)) if a.role == "pointer" else self._argument(a)
+            for a in kernel.arguments
+        )
+        return f"{compiled}({', '.join(arguments)})"
 
     def _launching(self, wanted: Collection[Part]) -> list[str]:
         """The lines of code that wait for the previous call (``Turns.take``) and launch the ``wanted``

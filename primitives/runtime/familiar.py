@@ -29,7 +29,7 @@ def recognizer(passed: Sequence[Any], written: Sequence[int] = ()) -> Callable[.
 
     tensors = {i: t for i, t in enumerate(passed) if isinstance(t, torch.Tensor)}
     guards = TensorGuards(*tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    writer = CallWriter(len(passed), {"alike": guards.check, "grad_enabled": torch.is_grad_enabled})
+    writer = CallWriter(passed, {"alike": guards.check, "grad_enabled": torch.is_grad_enabled})
     place = {i: f"{writer.given[i]}.data_ptr()" for i in tensors}
     conditions = [f"{writer.given[i]} == {n}" for i, n in enumerate(passed) if isinstance(n, int)]
     conditions += [
