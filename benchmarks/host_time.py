@@ -1,4 +1,4 @@
-"""Measure the host time of a call: ``python -m benchmarks.host_time [--json] [NAME ...]``.
+"""Measure the host time of a call: ``python -m benchmarks.host_time [--json] [--case CASE] [NAME ...]``.
 
 The host time of a call is the time that Python and C++ take before the call returns, in microseconds. The
 benchmark reads the CPU time of the thread, so other processes do not count. ``torch.mm`` is measured in the
@@ -7,6 +7,9 @@ smallest case, because this case is most like decoding. For a chain of operation
 launcher of the chain's forward, then the chain without and with autograd. On a GPU, the calls launch kernels.
 Without a GPU, stubs replace the compiled kernels and the tensors are on the CPU, so the figures include only
 the launcher, the operator and autograd.
+
+With ``--case``, kernels are measured at this case of their reports, with its sizes and schedules, and each
+call starts on an idle GPU, as in the reports.
 """
 
 from __future__ import annotations
@@ -59,13 +62,14 @@ CHAIN_SIZES = dict.fromkeys("MDFAV", LARGEST) | {"N": 192, "H": 6, "P": 32}
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="kernels and chains; default: all")
+    parser.add_argument("--case", help="a case of the reports; default: the smallest, in small sizes")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
     names = asked.names or [*programs.accepted(), *CHAINS]
     on_gpu = torch.cuda.is_available()
     where = "cuda" if on_gpu else "cpu"
     with nullcontext() if on_gpu else stand_ins():
-        kernels = {name: measured(name, where) for name in names if name not in CHAINS}
+        kernels = {name: measured(name, where, asked.case) for name in names if name not in CHAINS}
         chained = {name: measured_chain(name, where) for name in names if name in CHAINS}
     if asked.json:
         machine = device() if on_gpu else "CPU, stand-ins"
@@ -92,13 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(markdown_table(["chain", *columns.values()], lines), end="")
 
 
-def measured(name: str, where: str) -> dict[str, Any]:
+def measured(name: str, where: str, case: str | None = None) -> dict[str, Any]:
     """Medians in microseconds of a kernel's call, of its operator's call, and of ``torch.mm``. ``ratio``: the
-    kernel's time over the time of ``torch.mm``, with an interval."""
+    kernel's time over the time of ``torch.mm``, with an interval. Raises SystemExit if the kernel's report
+    lacks the case."""
     program, order = programs.accepted()[name]
     report = json.loads((KERNELS / f"{name}.report.json").read_text(encoding="utf-8"))
-    timing = min(report["timings"], key=lambda each: math.prod(each["sizes"].values()))
-    sizes = {d: min(n, LARGEST) for d, n in timing["sizes"].items()}
+    timings = [each for each in report["timings"] if case in (None, each["case"])]
+    if not timings:
+        raise SystemExit(f"{name}: no case {case} was measured")
+    timing = min(timings, key=lambda each: math.prod(each["sizes"].values()))
+    sizes = {d: n if case else min(n, LARGEST) for d, n in timing["sizes"].items()}
     inputs = {
         n: torch.zeros([d(sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=where)
         for n, t in program.signature.inputs.items()
@@ -117,7 +125,7 @@ def measured(name: str, where: str) -> dict[str, Any]:
         lambda: torch.mm(square, square),
     ]
     with torch.no_grad():
-        own, through, mm = rounds(calls, where)
+        own, through, mm = rounds(calls, where, 1 if case else CALLS)
     against = ratio(own, mm)
     return {
         "steps": len(cut(program).gemms),
@@ -159,8 +167,9 @@ def measured_chain(name: str, where: str) -> dict[str, float]:
     return {each: statistics.median(values) for each, values in times.items()}
 
 
-def rounds(calls: Sequence[Callable[[], Any]], where: str) -> list[list[float]]:
-    """For each call, the mean microseconds in each round. The calls are interleaved in random order."""
+def rounds(calls: Sequence[Callable[[], Any]], where: str, times_each: int = CALLS) -> list[list[float]]:
+    """For each call, the mean microseconds in each round of ``times_each`` calls. The calls are interleaved
+    in random order."""
     settle = torch.cuda.synchronize if where == "cuda" else lambda: None
     for call in calls:
         call()
@@ -170,9 +179,9 @@ def rounds(calls: Sequence[Callable[[], Any]], where: str) -> list[list[float]]:
         for index in random.sample(range(len(calls)), len(calls)):
             settle()
             start = time.thread_time()
-            for _ in range(CALLS):
+            for _ in range(times_each):
                 calls[index]()
-            times[index].append((time.thread_time() - start) / CALLS * 1e6)
+            times[index].append((time.thread_time() - start) / times_each * 1e6)
     gc.enable()
     return times
 
@@ -196,7 +205,7 @@ def stand_ins() -> Iterator[None]:
     with (
         patch(f"{executable}.compile_gemm", compiled),
         patch(f"{executable}.compile_vector", compiled),
-        patch("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size),
+        patch("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 30 if size == 4 else 132 // size),
         patch.object(launch, "check_tensors", checked),
         patch.object(ops.Op, "on_cpu", ops.Op.on_cuda),
         patch.object(launching.Plans, "plan", planned),

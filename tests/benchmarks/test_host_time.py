@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import host_time
+from coda_agent.primitives.runtime.executable import Plan
 
 
 @pytest.fixture
@@ -39,6 +40,24 @@ def test_every_kernel_is_measured_beside_a_matmul(capsys: pytest.CaptureFixture[
     for row in kernels.values():
         estimate, low, high = row["ratio"]
         assert 0 < row["mm"] < row["call"] < row["operator"] and low <= estimate <= high
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_case_is_measured_at_its_own_sizes(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr(host_time, "ROUNDS", 8)
+    built, usual = list[Any](), Plan.__init__
+
+    def noted(plan: Plan, *given: Any) -> None:
+        built.append(given[1])
+        usual(plan, *given)
+
+    monkeypatch.setattr(Plan, "__init__", noted)
+    host_time.main(["--json", "--case", "decode", "gemm_row_abs_max"])
+    (row,) = json.loads(capsys.readouterr().out)["kernels"].values()
+    assert 0 < row["mm"] < row["call"]
+    assert built and all(sizes == {"M": 128, "K": 4096, "N": 4096} for sizes in built)
+    with pytest.raises(SystemExit, match="gemm_row_abs_max: no case 1b was measured"):
+        host_time.main(["--case", "1b", "gemm_row_abs_max"])
 
 
 @pytest.mark.usefixtures("counted")
