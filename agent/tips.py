@@ -220,11 +220,7 @@ def same_words(tip: Tip, lesson: Lesson) -> bool:
 
 def of_failure(tip: Tip, spec: str, failed: str, fix: str) -> bool:
     """Whether a tip was learned from this failure and fix."""
-    return (
-        spec in tip.specs
-        and one_line(failed) in _parts(tip.failed)
-        and one_line(fix) in tip.fix.split(OR_ELSE)
-    )
+    return spec in tip.specs and one_line(failed) in _parts(tip.failed) and _offers(tip.fix, one_line(fix))
 
 
 def _plain(lesson: str) -> str:
@@ -239,6 +235,11 @@ def _alike(tip: Tip, lesson: Lesson) -> bool:
     return words.ratio() > ALIKE or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
 
 
+def _offers(fixes: str, fix: str) -> bool:
+    """Whether a fix is one of the ``fixes``. A fix may contain the separator."""
+    return OR_ELSE + fix + OR_ELSE in OR_ELSE + fixes + OR_ELSE
+
+
 def _parts(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(","))
 
@@ -246,7 +247,7 @@ def _parts(value: str) -> tuple[str, ...]:
 def _united(name: str, old: str, new: str) -> str:
     """The union of two values of a field: ``old``, then the parts of ``new`` that ``old`` lacks."""
     if name == "fix":
-        return old if one_line(new) in old.split(OR_ELSE) else old + OR_ELSE + one_line(new)
+        return old if _offers(old, one_line(new)) else old + OR_ELSE + one_line(new)
     parts = _parts(one_line(new))
     return old + "".join(AND + part for part in parts if part not in _parts(old))
 

@@ -61,8 +61,8 @@ class OutOfTime(CodaError):
 @dataclass(frozen=True)
 class ComparisonRequest:
     """A request to measure the ``arms`` of each of the ``rows``. ``processes``: the number of processes per
-    row. ``rounds``: the most rounds in each process. ``seconds``: the time limit of the whole request.
-    ``again``: repeat failed arms."""
+    row. ``rounds``: the most rounds in each process. ``seconds``: the time limit of the whole request, of
+    which ``spent`` seconds are over. ``again``: repeat failed arms."""
 
     rows: tuple[Row, ...]
     arms: tuple[str, ...]
@@ -70,6 +70,7 @@ class ComparisonRequest:
     rounds: int
     seconds: float = math.inf
     again: bool = False
+    spent: int = 0
 
 
 class ProcessRow(NamedTuple):
@@ -119,7 +120,7 @@ class _Measuring:
     measured: set[tuple[str, str, bool]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.end = monotonic() + self.asked.seconds
+        self.end = monotonic() + self.asked.seconds - self.asked.spent
         self.upstream = environment.python()
         # a failure counts only if it is in a session with at least this number
         self.heeded = len(self.results.sessions) if self.asked.again else 0
@@ -384,7 +385,7 @@ class _Measuring:
         """Return the reason for each arm that failed because the time ended. This is the running arm if it is
         in ``left``; otherwise all arms in ``left`` failed. Raises OutOfTime instead if earlier sessions used
         part of the time."""
-        if self.measured:
+        if self.measured or self.asked.spent:
             place = f"{turn.row.operator} {turn.row.case}"
             raise OutOfTime(f"the time ran out during {place}: repeat the command to continue")
         why = f"not ready within {self.asked.seconds:.0f} s; repeat with --again and more time"

@@ -145,7 +145,9 @@ class Results(_ResultsModel):
         return told | ({self.machine.gpu} if self.machine else set())
 
     def failed(self) -> bool:
-        return any(s.failed for s in self.sessions)
+        """Whether any arm failed in its last session."""
+        tried = [(s.row, arm, arm in s.failed) for s in self.sessions for arm in (*s.failed, *s.arms)]
+        return any({(row, arm): failed for row, arm, failed in tried}.values())
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
         """Update the results with a row's current definition, and with the reasons why some arms cannot be

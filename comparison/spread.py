@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 from coda_agent.agent.fleet.executor import SlotLost
@@ -64,10 +65,12 @@ def measure(
     asked: ComparisonRequest, results: Results, keep: Keep, progress: Progress, pool: Pool
 ) -> Results:
     """Measure every missing session on the pool's GPUs, with one row at a time on each GPU. ``keep`` receives
-    the results after each session. If any row ended early, raises OutOfTime when all rows have ended."""
+    the results after each session. The time limit begins when the first row may start. If any row ended
+    early, raises OutOfTime when all rows have ended."""
     spread = _Spread(results, keep, progress, pool)
     if results.machine is None:  # first measure the peak rates on one GPU; all rows use them
         spread.row(replace(asked, rows=()))
+    spread.begun = monotonic()
     with ThreadPoolExecutor(len(asked.rows) or 1) as threads:  # one per row, since more GPUs may join later
         for done in [threads.submit(spread.row, replace(asked, rows=(row,))) for row in asked.rows]:
             done.result()
@@ -80,6 +83,7 @@ class _Spread:
     def __init__(self, results: Results, keep: Keep, progress: Progress, pool: Pool):
         self.results, self.keep, self.progress, self.pool = results, keep, progress, pool
         self.ended: list[str] = []
+        self.begun = monotonic()
         self._lock = threading.Lock()
 
     def row(self, request: ComparisonRequest) -> None:
@@ -93,7 +97,8 @@ class _Spread:
                 with self.pool.lease(True, f"{name} measure") as slot:
                     with self._lock:
                         known = only(self.results, request.rows)
-                    asked = {"request": request, "results": known.model_dump_json(by_alias=True)}
+                    left = replace(request, spent=int(monotonic() - self.begun))
+                    asked = {"request": left, "results": known.model_dump_json(by_alias=True)}
                     heard = self._heard(request.rows)
                     told = run_shared(
                         self.pool, slot, label, complete, asked | {"gpu": slot.name},
@@ -131,7 +136,7 @@ def merged(results: Results, part: Results, rows: tuple[Row, ...]) -> Results:
     others = tuple(s for s in results.sessions if s.row not in named)
     present, absent = dict(results.present), dict(results.absent)
     for row in rows:
-        if row.operator in part.present:
+        if row.case in part.present.get(row.operator, {}):
             new = {row.case: part.present[row.operator][row.case]}
             present[row.operator] = present.get(row.operator, {}) | new
             absent[row.operator] = absent.get(row.operator, {}) | part.absent.get(row.operator, {})

@@ -176,6 +176,7 @@ def _measure(
 ) -> tuple[Results, Exception | None]:
     """Measure the requested arms. Return all results so far, and the error that stopped the measurement, or
     None."""
+    from coda_agent.agent.fleet.pool import GivenUp
     from coda_agent.comparison import measuring, results
     from coda_agent.verifier.gates import Failed
     from coda_agent.verifier.gpu.worker import WorkerError
@@ -190,7 +191,7 @@ def _measure(
 
         try:
             return measure(asked, found, keep, progress), None
-        except (measuring.OutOfTime, Failed, WorkerError) as error:
+        except (measuring.OutOfTime, Failed, GivenUp, WorkerError) as error:
             return found, error
 
 

@@ -52,12 +52,17 @@ def tune(what: What, sizes: Sizes, stack: Stack = False, training: Training = Fa
 
     from coda_agent.fused import schedules
     from coda_agent.primitives.compiler.kernel_source import KernelSource
-    from coda_agent.primitives.runtime.tune import tuned_schedules
+    from coda_agent.primitives.runtime.launchable import LaunchError, check_sizes
+    from coda_agent.primitives.runtime.tune import NoSchedule, tuned_schedules
 
     gpu = torch.cuda.get_device_name()
     for program, each in wanted:
         shapes, name = schedules.products(program, each), program.signature.name
-        found = tuned_schedules(KernelSource(program), _drawn(program, each), each)
+        try:
+            check_sizes(program, each)
+            found = tuned_schedules(KernelSource(program), _drawn(program, each), each)
+        except (LaunchError, NoSchedule) as error:
+            raise InvalidInput(f"{name}: {error}") from None
         rows = [schedules.TunedStep(gpu, name, step, shapes[step], one) for step, one in found.items()]
         echo(f"{len(rows)} schedules in {schedules.keep(name, rows)}")
 
@@ -82,6 +87,7 @@ def build(what: What, sizes: Sizes, stack: Stack = False, training: Training = F
 
 def _wanted(what: Path, sizes: list[str], stack: bool, training: bool) -> list[Bound]:
     if not what.is_dir():
+        arguments.refuse_unused("it is for a model; leave it out", stack=stack, training=training)
         return _of_kernel(what, sizes)
     if not (what / "config.json").is_file():
         raise InvalidInput(f"{what}: this folder has no config.json; give a model's folder, or a kernel")

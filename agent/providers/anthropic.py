@@ -85,7 +85,7 @@ class Anthropic:
         key = _check_key(api_key or os.environ.get(KEY) or "")
         self._scrub = Scrub(key)
         self.model = model or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
-        self._max_tokens = max_tokens
+        self._max_tokens = self._asked_tokens = max_tokens
         self._optional: dict[str, Any] = {"thinking": {"type": "adaptive"}}
         self._learned = False
         self._remarked = False
@@ -218,6 +218,8 @@ class Anthropic:
                 return OutOfBudget.within_an_answer(max_tokens)
             case "max_tokens":
                 cut = f"the answer was cut off at {max_tokens} tokens (thinking counts)"
+                if self._max_tokens < self._asked_tokens:
+                    return Fault(f"{cut}, its model's limit", "choose another --model in a new run")
                 return Fault(cut, "resume the run with a larger --max-tokens")
             case "refusal":
                 details = message.stop_details
@@ -227,7 +229,7 @@ class Anthropic:
                 return Fault(refused, remedy)
             case "model_context_window_exceeded":
                 full = f"the conversation is longer than {message.model} can read"
-                return Fault(full, "start a new run, or allow fewer rounds")
+                return Fault(full, _TOO_LONG)
             case other:
                 odd = f"the answer ended with the unexpected stop_reason {other!r}"
                 return Fault(odd, "choose another --model in a new run")
@@ -332,16 +334,28 @@ def _status_fault(error: anthropic.APIStatusError) -> Fault:
     passing = status in (408, 409, 429) or status >= 500 or (status == 200 and kind in _PASSING)
     if {"true": True, "false": False}.get(headers.get("x-should-retry", ""), passing):
         return Fault(message, "resume the run later", math.inf, retry_after(headers))
+    words = message.casefold()
+    for said, remedy in _TOLD.items():
+        if status == 400 and said in words:
+            return Fault(message, remedy)
     return Fault(message, _REMEDIES.get(status, "see the API's message"))
 
 
 # errors inside a stream that are transient
 _PASSING = {"overloaded_error", "api_error", "rate_limit_error", "timeout_error"}
 
+_TOO_LONG = "start a new run, or allow fewer rounds"
+_BILLING = "check the account's billing and limits, then resume the run"
+# The API also answers 400 to these, with words in place of a type.
+_TOLD = {
+    "credit balance": _BILLING,
+    "usage limit": _BILLING,
+    "prompt is too long": _TOO_LONG,
+}
 _REMEDIES = {
     400: "check --model and --max-tokens, in a new run",
     401: "check ANTHROPIC_API_KEY",
-    402: "check the account's billing, then resume the run",
+    402: _BILLING,
     403: "use a key that may use this model",
     404: "check --model or CODA_AGENT_MODEL",
     413: "allow fewer rounds, or shorten the tips",

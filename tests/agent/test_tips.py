@@ -27,6 +27,7 @@ from coda_agent.agent.tips import (
     add,
     change,
     fitting,
+    of_failure,
     read_tips,
 )
 
@@ -364,6 +365,15 @@ def test_a_place_that_is_no_folder_is_named(log: Path) -> None:
 def test_a_cache_is_not_needed(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(log / "cache"))
     assert not add(LESSON, log).merged
+
+
+def test_a_fix_with_the_separator_is_merged_once(log: Path) -> None:
+    lesson = Lesson("Write the or of masks.", "gemm_x", "trace/bool", "-`a > b` +`(a > b) | (c > d)`", "v 1")
+    for _ in range(3):
+        tip = add(lesson, log).tip
+    assert tip.fix == lesson.fix and of_failure(tip, "gemm_x", "trace/bool", lesson.fix)
+    both = add(replace(lesson, fix="drop the mask"), log).tip
+    assert both.fix == f"{lesson.fix} | drop the mask"
 
 
 def test_a_near_duplicate_is_named_and_not_merged(log: Path) -> None:

@@ -16,7 +16,8 @@ from gpu_taken import gpu_taken
 
 from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
-from coda_agent.comparison import rows
+from coda_agent.agent.fleet.pool import GivenUp
+from coda_agent.comparison import measuring, rows
 from coda_agent.comparison.competitors import (
     AUTOTUNED,
     COMPILE,
@@ -398,4 +399,21 @@ def test_a_gpu_that_is_gone_is_one_message_and_what_was_measured_is_drawn(
     monkeypatch.setattr(gpu, "ask", gone)
     status, _, told = command(*words)
     assert status == ABSENT and "the results so far are drawn: CUDA error: the device is gone" in told
+    assert "gemm_swiglu" in (tmp_path / "table.md").read_text()
+
+
+def test_a_row_that_is_given_up_leaves_the_others_drawn(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
+    usual = measuring.measure
+
+    def given_up(*given: Any) -> None:
+        usual(*given)
+        raise GivenUp("gemm_rope 1B measure failed twice")
+
+    monkeypatch.setattr(measuring, "measure", given_up)
+    words = ("--out", tmp_path, "--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch")
+    status, _, told = command(*words, "--processes", 1)
+    assert status == ABSENT and "results so far are drawn: gemm_rope 1B measure failed twice" in told
     assert "gemm_swiglu" in (tmp_path / "table.md").read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from slots import FakeExecutor, FakeSlot
 from coda_agent.agent.fleet.executor import SlotLost
 from coda_agent.agent.fleet.pieces import STAGE
 from coda_agent.agent.fleet.pool import Pool
-from coda_agent.comparison import spread
+from coda_agent.comparison import rows, spread
 from coda_agent.comparison.measuring import OutOfTime
 from coda_agent.comparison.results import Results
 from coda_agent.verifier.gates import Progress, silent
@@ -68,6 +69,26 @@ def test_every_row_is_measured_on_one_gpu(gpu: Machine, slots: tuple[FakeSlot, F
     assert all(slot.ran for slot in slots)
     again = spread.measure(asked(*NAMES, processes=2), made, kept.append, silent, pool(*slots))
     assert len(again.sessions) == len(made.sessions)
+
+
+def test_the_time_limit_holds_for_all_rows_together(
+    gpu: Machine, slots: tuple[FakeSlot, FakeSlot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spread, "monotonic", lambda: gpu.now)
+    gpu.seconds, kept = 20.0, list[Results]()
+    wanted = asked(*NAMES, processes=2, seconds=100)
+    with pytest.raises(OutOfTime, match="repeat the command to continue"):
+        spread.measure(wanted, Results(), kept.append, silent, pool(slots[0]))
+    assert len(kept[-1].sessions) == 5 and gpu.now <= 100 and not kept[-1].failed()
+
+
+def test_a_row_whose_gpu_fails_at_once_is_named(gpu: Machine, slots: tuple[FakeSlot, FakeSlot]) -> None:
+    """The row's operator has another case in the results."""
+    first = spread.measure(asked("gemm_swiglu"), Results(), kept_nowhere, silent, pool(slots[0]))
+    (seven,) = rows.choose_rows(("gemm_swiglu",), ("7B",), everything=False, quick=False)
+    gpu.gone = True
+    with pytest.raises(OutOfTime, match="gemm_swiglu 7B: "):
+        spread.measure(replace(asked(), rows=(seven,)), first, kept_nowhere, silent, pool(slots[0]))
 
 
 def test_a_lost_gpu_s_row_begins_anew_on_another(gpu: Machine, slots: tuple[FakeSlot, FakeSlot]) -> None:

@@ -3,6 +3,7 @@ the sizes of its input. ``tune`` needs a GPU; ``build`` compiles without a GPU."
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,29 @@ def test_a_mistyped_kernel_is_one_line_with_its_name(
     for name in ("tune", "build"):
         done = command(name, "gemm_swigluu", "M=128,D=64,F=64")
         assert done.status == 2 and "did you mean gemm_swiglu?" in done.err
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "said"),
+    [
+        ("gemm_rope", "M=128,K=256,H=8,P=300", "gemm_rope: step 0: no tile holds whole heads of 600 columns"),
+        ("gemm_swiglu", "M=128,D=257,F=512", "gemm_swiglu: .*rows of 257 bf16"),
+    ],
+)
+def test_sizes_that_no_kernel_can_take_are_one_line(
+    command: Command, monkeypatch: pytest.MonkeyPatch, kernel: str, sizes: str, said: str
+) -> None:
+    monkeypatch.setattr(setup, "use_gpu", lambda wanted: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(cli_tune, "_drawn", lambda program, sizes: {})
+    done = command("tune", kernel, sizes)
+    assert done.status == 2 and re.search(said, done.err), done.err
+
+
+def test_options_of_a_model_are_refused_for_a_kernel(command: Command) -> None:
+    for name in ("tune", "build"):
+        done = command(name, KERNEL, "M=128,D=64,F=64", "--training", "--stack")
+        assert done.status == 2 and "--stack and --training would do nothing: it is for a model" in done.err
 
 
 @pytest.mark.parametrize("sizes", ["8", "8x", "0x8", "8x2048x1", "M=8"])

@@ -58,6 +58,10 @@ def test_a_model_is_asked_only_for_what_it_has() -> None:
         provider.next_turn(Question("SYSTEM", ASK))
         provider.next_turn(Question("SYSTEM", ASK))
     assert all("thinking" not in r and r["max_tokens"] == 5000 for r in server.requests)
+    short = FakeMessages(fake.answer("half", "max_tokens"), model=fake.describes(max_tokens=5000))
+    told = "5000 tokens.*its model's limit; choose another --model"
+    with short as server, pytest.raises(ProviderError, match=told):
+        claude(server, max_tokens=9000).next_turn(Question("SYSTEM", ASK))
     with FakeMessages(fake.answer("a"), model=fake.status(404, "not_found_error")) as server:
         claude(server).next_turn(Question("SYSTEM", ASK))
     assert server.requests[0]["thinking"] == {"type": "adaptive"}

@@ -156,7 +156,15 @@ def test_no_server_is_a_fault_of_the_line() -> None:
         (fake.answer("no", "model_context_window_exceeded"), "fewer rounds"),
         (fake.answer("no", "tool_use"), "--model"),
         (fake.status(400, "invalid_request_error"), "--max-tokens"),
-        (fake.status(400, "invalid_request_error", "Your credit balance is too low"), "credit balance"),
+        (fake.status(400, "invalid_request_error", "Your credit balance is too low"), "billing"),
+        (
+            fake.status(400, "invalid_request_error", "You have reached your API usage limits"),
+            "billing",
+        ),
+        (
+            fake.status(400, "invalid_request_error", "prompt is too long: 9 tokens > 8"),
+            "fewer rounds",
+        ),
         (fake.status(401, "authentication_error"), "ANTHROPIC_API_KEY"),
         (fake.status(402, "billing_error"), "billing"),
         (fake.status(403, "permission_error"), "may use this model"),
