@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -57,17 +58,21 @@ def _import_quack() -> None:
     import quack.gemm_runtime.host  # noqa: F401
 
 
+_importing = threading.RLock()  # a module is in sys.modules before its code has run
+
+
 def load_module(lowered: Lowered) -> ModuleType:
     """Import a lowered text, from a cached file that is named by the text's hash. Code that an author edited
     is never imported here, because only a confined child process may compile such code."""
-    if lowered.module in sys.modules:
-        return sys.modules[lowered.module]
-    if lowered.edited:
-        raise ValueError(f"{lowered.module} is raw CuTeDSL: nothing imports it but a confined compiler")
-    path = cache_dir() / "lowered" / f"{lowered.module}.py"
-    if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
-        write_atomic(path, lowered.text)
-    return import_file(lowered.module, path)
+    with _importing:
+        if lowered.module in sys.modules:
+            return sys.modules[lowered.module]
+        if lowered.edited:
+            raise ValueError(f"{lowered.module} is raw CuTeDSL: nothing imports it but a confined compiler")
+        path = cache_dir() / "lowered" / f"{lowered.module}.py"
+        if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
+            write_atomic(path, lowered.text)
+        return import_file(lowered.module, path)
 
 
 def import_file(name: str, path: Path) -> ModuleType:

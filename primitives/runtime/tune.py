@@ -401,6 +401,8 @@ def _race(
     for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
         shared = plans[0][1].workspace if plans else None
         plans.append((s, Plan(kernel.on({**kernel.schedules, gemm.step: s}), sizes, device, shared)))
+    written = kernel.program.signature.updates.values()  # the caller's tensors stay as they are
+    inputs = {name: t.clone() if name in written else t for name, t in inputs.items()}
     outputs = plans[0][1].in_place(inputs) if plans else {}
     running = []
     for schedule, plan in plans:

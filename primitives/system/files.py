@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a device or a pipe, and would be replaced by a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     try:
         draft.unlink(missing_ok=True)
         # Without O_EXCL, open would follow a symbolic link that another user placed at the temporary file's

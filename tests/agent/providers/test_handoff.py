@@ -272,7 +272,7 @@ def test_a_prompt_is_not_written_through_a_link(tmp_path: Path) -> None:
     both file names, and could create links with these names."""
     mine = tmp_path / "mine"
     mine.write_text("precious")
-    for name in ("prompt-1.md", f".prompt-1.md.{os.getpid()}.tmp"):
+    for name in ("prompt-1.md", f".prompt-1.md.{os.getpid()}.{threading.get_native_id()}.tmp"):
         (tmp_path / name).symlink_to(mine)
     with pytest.raises(ProviderError, match="did not come"):
         hand(tmp_path, time_limit=0).next_turn(Question("S", ASK))

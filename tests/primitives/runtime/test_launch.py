@@ -458,6 +458,25 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
     )
 
 
+def test_tuning_leaves_the_callers_tensors_as_they_are(calls, monkeypatch, tmp_path):
+    program = kernels.ACCUMULATE.program
+    sizes = {d: 64 for d in program.signature.dims}
+    inputs = inputs_of(program, sizes)
+    given = []
+
+    def race(running, rounds):
+        for _, call in running:
+            call()
+        given.extend(arguments[2] for _, arguments in calls)
+        return [(schedule, 1.0) for schedule, _ in running]
+
+    monkeypatch.setattr(tune, "compile_all", lambda kernel, sizes, asked: [True for _ in asked])
+    monkeypatch.setattr(tune, "race_calls", race)
+    monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "kept")
+    tune.tuned_schedules(KernelSource(program), inputs, sizes)
+    assert given and not any(same(written, inputs["dw"]) for written in given)
+
+
 @pytest.mark.parametrize("name", kernels.EXAMPLES)
 def test_two_launches_of_a_step_share_its_rows(name, calls, monkeypatch):
     """A tensor with an axis along the rows is cut where a tile ends, and each launch gets one of the two

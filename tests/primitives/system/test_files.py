@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.runtime import compile as compiling
 from coda_agent.primitives.runtime.compile import report
-from coda_agent.primitives.system.files import CacheError, read_json, usable_cache
+from coda_agent.primitives.system.files import CacheError, read_json, usable_cache, write_atomic
 
 LOOK = """\
 import os, sys
@@ -79,3 +80,17 @@ def test_threads_that_wait_leave_the_cores_to_others(given: dict[str, str], poli
         [sys.executable, "-c", LOOK], cwd=ROOT, env=environment | given, capture_output=True, text=True
     )
     assert done.stdout.split()[-2:] == [policy, "False"], done.stderr
+
+
+def test_threads_that_write_one_file_leave_it_whole(tmp_path: Path) -> None:
+    path, texts = tmp_path / "one", [letter * 100_000 for letter in "abcd"]
+    write_atomic(path, texts[0])
+
+    def write(text: str) -> None:
+        for _ in range(20):
+            write_atomic(path, text)
+            assert path.read_text() in texts
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, texts))
+    assert [*tmp_path.iterdir()] == [path]
