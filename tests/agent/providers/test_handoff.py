@@ -54,13 +54,13 @@ def test_handoff_answered_by_a_rename(tmp_path: Path) -> None:
 def test_handoff_waits_for_a_slow_writer(tmp_path: Path) -> None:
     def author() -> None:
         with (tmp_path / "answer-1.md").open("w") as file:
-            for part, pause in (("", 0.1), ("  \n", 0.5), ("one ", 0.1), ("two ", 0.1), ("three", 0)):
+            for part, pause in (("", 0.1), ("  \n", 1.2), ("one ", 0.1), ("two ", 0.1), ("three", 0)):
                 file.write(part)
                 file.flush()
                 time.sleep(pause)
 
     in_background(author)
-    patient = hand(tmp_path, time_limit=5, patience=0.3)
+    patient = hand(tmp_path, time_limit=20, patience=1.0)
     assert patient.next_turn(Question("S", ASK)).text == "  \none two three"
 
 
