@@ -62,7 +62,7 @@ class OutOfTime(CodaError):
 class ComparisonRequest:
     """A request to measure the ``arms`` of each of the ``rows``. ``processes``: the number of processes per
     row. ``rounds``: the most rounds in each process. ``seconds``: the time limit of the whole request, of
-    which ``spent`` seconds are over. ``again``: repeat failed arms."""
+    which ``spent`` whole seconds are over. ``again``: repeat failed arms."""
 
     rows: tuple[Row, ...]
     arms: tuple[str, ...]

@@ -146,8 +146,8 @@ class Results(_ResultsModel):
 
     def failed(self) -> bool:
         """Whether any arm failed in its last session."""
-        tried = [(s.row, arm, arm in s.failed) for s in self.sessions for arm in (*s.failed, *s.arms)]
-        return any({(row, arm): failed for row, arm, failed in tried}.values())
+        last = {(s.row, arm): arm in s.failed for s in self.sessions for arm in (*s.failed, *s.arms)}
+        return any(last.values())
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
         """Update the results with a row's current definition, and with the reasons why some arms cannot be

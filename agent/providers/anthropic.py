@@ -334,11 +334,10 @@ def _status_fault(error: anthropic.APIStatusError) -> Fault:
     passing = status in (408, 409, 429) or status >= 500 or (status == 200 and kind in _PASSING)
     if {"true": True, "false": False}.get(headers.get("x-should-retry", ""), passing):
         return Fault(message, "resume the run later", math.inf, retry_after(headers))
-    words = message.casefold()
-    for said, remedy in _TOLD.items():
-        if status == 400 and said in words:
-            return Fault(message, remedy)
-    return Fault(message, _REMEDIES.get(status, "see the API's message"))
+    remedy = _REMEDIES.get(status, "see the API's message")
+    if status == 400:
+        remedy = next((_TOLD[said] for said in _TOLD if said in message.casefold()), remedy)
+    return Fault(message, remedy)
 
 
 # errors inside a stream that are transient
