@@ -52,14 +52,17 @@ class Steps(NamedTuple):
 
 def read_elsewhere(program: Program, placed: Placement, steps: Steps, output: str, name: str) -> int | None:
     """Find a node whose read of the input ``name`` is unsafe, because ``output`` overwrites the input. A read
-    is unsafe if it is not element by element, or if its kernel is not the one that computes ``output``.
-    Return None if all reads are safe."""
+    is unsafe if it is not element by element, if its kernel is not the one that computes ``output``, or if it
+    reads other columns than ``output`` overwrites. Return None if all reads are safe."""
     for index, node in enumerate(program.nodes):
         if node.op in NOT_ELEMENTWISE and any(_is_input(program, a, name) for a in node.args):
             return index
     target = program.outputs[output]
-    if steps.types[target].kind in ("tile", "range"):
-        others = [step for step in steps.gemms if step.index != placed.home[target]]
+    kind = steps.types[target].kind
+    if kind != "vector":
+        # A range or a head statistic is stored at other columns than those that its own step reads.
+        own = placed.home[target] if kind in ("tile", "experts") else None
+        others = [step for step in steps.gemms if step.index != own]
         return next((s.gemm for s in others for i in s.loads if _is_input(program, i, name)), None)
     roots = sorted(steps.vectors - {*steps.finishes.get(placed.after[target], ())})
     return next((root for root in roots if _finish_reads(program, steps, root, name)), None)

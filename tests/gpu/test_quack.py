@@ -37,12 +37,6 @@ SCHEDULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def unused_memory_goes_back():
-    yield
-    torch.cuda.empty_cache()  # the truth in fp64 takes gigabytes, which other test processes may need
-
-
 def judge(spec: Spec, got: dict[str, Tensor], inputs: dict[str, Tensor], sizes: dict[str, int]) -> None:
     torch.cuda.synchronize()
     truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)

@@ -485,6 +485,33 @@ def test_what_is_written_over_is_read_in_its_place_alone(name: str) -> None:
     assert f"output '{output}' overwrites input '{target}', which is also read elsewhere" in error.message
 
 
+@pytest.mark.parametrize(
+    ("inputs", "lines", "unread", "read"),
+    [
+        (
+            {"w": tensor("H*P, K"), "few": tensor("H, K"), "r": tensor("M, H", "fp32")},
+            ("o = head_sums(gemm(x, w.mT), P)", "t = gemm(x, few.mT)"),
+            "t",
+            "t + r",
+        ),
+        (
+            {"w": tensor("2*P, K"), "r": tensor("M, P", "fp32")},
+            ("t = gemm(x, w.mT)", "o, (a, c) = column_range(t, 0, P), pairs(t)"),
+            "a * c",
+            "a * c + r",
+        ),
+    ],
+    ids=["head statistic", "range"],
+)
+def test_a_statistic_or_range_overwrites_nothing_that_a_step_reads(inputs, lines, unread, read) -> None:
+    overwritten = inputs["r"]
+    outputs = {"o": overwritten, "a": tensor(f"M, {overwritten.shape[1]}")}
+    declared = signature({"x": tensor("M, K"), **inputs}, outputs, ("P",), updates={"o": "r"})
+    assert trace(declared, *lines, f"return {{'o': o, 'a': {unread}}}").signature.updates == {"o": "r"}
+    error = refused(declared, *lines, f"return {{'o': o, 'a': {read}}}")
+    assert error.code == "updates"
+
+
 def test_widths_are_those_of_the_step_that_reads() -> None:
     """h is as wide as its own GEMM but half as wide as the next GEMM. So h has a relative width for each
     step."""
