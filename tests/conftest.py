@@ -192,7 +192,7 @@ def fresh_workers() -> None:
     that were set when it started."""
     from coda_agent.primitives.system import workers
 
-    for worker in workers._workers:
+    for worker in workers._pool(os.getpid()).workers:
         worker.end()
 
 

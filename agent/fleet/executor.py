@@ -11,7 +11,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Protocol
 
@@ -66,13 +65,6 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-@cache
-def _starter() -> ThreadPoolExecutor:
-    """The only thread that starts workers. The thread lives as long as the process, because a worker dies
-    with the thread that started it."""
-    return ThreadPoolExecutor(1, thread_name_prefix="starter")
-
-
 class ProcessSlot:
     """A slot of this machine. The slot runs its work in a separate process. If the process dies, a new
     process replaces it.
@@ -103,7 +95,7 @@ class ProcessSlot:
         env = subprocesses.environment() | {"CUDA_VISIBLE_DEVICES": self._gpu.uuid if self._gpu else ""}
         if not self._gpu:  # each core has its own slot, so more PyTorch threads per slot would only compete
             env["OMP_NUM_THREADS"] = "1"
-        return _starter().submit(Worker, env=env, ahead=AHEAD[self._gpu is None]).result()
+        return Worker(env=env, ahead=AHEAD[self._gpu is None])
 
     def close(self) -> None:
         if self._worker is not None:

@@ -2,7 +2,9 @@
 
 A compiler can crash, hang or exhaust memory. Each child leads a process group, and ``end`` kills the whole
 group, including the child's own children. If the parent ends first, Linux kills the child, because the child
-requests this before its program starts. This module imports only the standard library.
+requests this before its program starts. Linux counts the thread that started the child as the parent. So one
+thread, which lives as long as the process, starts all children. This module imports only the standard
+library.
 
 ``output`` runs commands that the project trusts, without these protections. Two kinds of children that run
 untrusted code do not use ``start``, but use other functions of this module. The jail
@@ -23,7 +25,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,7 +50,14 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     why on standard error.
     """
     bound = [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), *command]
-    return subprocess.Popen(bound, start_new_session=True, **options)
+    begin = partial(subprocess.Popen[bytes], bound, start_new_session=True, **options)
+    return _starter(os.getpid()).submit(begin).result()
+
+
+@cache
+def _starter(process: int) -> ThreadPoolExecutor:
+    """The thread that starts the children of this ``process``. A fork has no thread of its parent."""
+    return ThreadPoolExecutor(1, thread_name_prefix="starter")
 
 
 def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:

@@ -46,33 +46,39 @@ def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
     A task must be a top-level function of a module. An exception in a task ends the worker, so the task's
     result is False.
     """
-    limit = SECONDS if seconds is None else seconds
+    limit, pool = SECONDS if seconds is None else seconds, _pool(os.getpid())
     try:
-        return list(_threads().map(lambda job: _own().run(job, limit), jobs))
+        return list(pool.threads.map(lambda job: pool.own().run(job, limit), jobs))
     # Ctrl-C does not reach the workers, because each leads its own process group. If they were not
     # interrupted, this process would wait for their tasks.
     except BaseException:
-        for worker in _workers:
+        for worker in pool.workers:
             worker.interrupt()
         raise
 
 
+class _Pool:
+    """Threads with one worker each."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(count(), thread_name_prefix="compile")
+        self.workers: list[_Worker] = []
+        self._local = threading.local()
+
+    def own(self) -> _Worker:
+        """The calling thread's worker."""
+        if not hasattr(self._local, "worker"):
+            self._local.worker = _Worker()
+            self.workers.append(self._local.worker)
+        worker: _Worker = self._local.worker
+        return worker
+
+
 @cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count(), thread_name_prefix="compile")
-
-
-_local = threading.local()
-_workers: list[_Worker] = []
-
-
-def _own() -> _Worker:
-    """The calling thread's worker."""
-    if not hasattr(_local, "worker"):
-        _local.worker = _Worker()
-        _workers.append(_local.worker)
-    worker: _Worker = _local.worker
-    return worker
+def _pool(process: int) -> _Pool:
+    """The pool of this ``process``. A fork has no thread of its parent, and must not end its parent's
+    workers."""
+    return _Pool()
 
 
 class _Worker:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,32 @@ def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "[True, False, True]\n", done.stderr
+
+
+def test_a_child_outlives_the_thread_that_started_it():
+    with ThreadPoolExecutor(1) as thread:
+        child = thread.submit(subprocesses.start, ["sleep", "60"]).result()
+    try:
+        assert not eventually(lambda: subprocesses.ended(child), seconds=1)
+    finally:
+        subprocesses.end(child)
+
+
+def test_a_fork_has_its_own_workers(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfrom coda_agent.primitives.system import workers\n"
+        "def absolute(): return workers.run_all(os.path.isabs, ['/', 'a'])\n"
+        "first, fork = absolute(), os.fork()\n"
+        "again = absolute()\n"
+        "if not fork: os._exit(again != [True, False])\n"
+        "print(first, again, os.waitpid(fork, 0)[1])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "QUACK_COMPILE_WORKERS": "2"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[True, False] [True, False] 0\n", done.stderr
 
 
 def test_a_gpu_worker_of_another_environment_is_not_given_our_pythonpath(
