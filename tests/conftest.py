@@ -127,6 +127,16 @@ def _parse_commands_once() -> None:
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """After a GPU test, return PyTorch's cached memory to the GPU. The other test processes on the GPU, and
+    the workers of their tests, may need it."""
+    if item.path.parent == ROOT / "tests" / "gpu":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a candidate ran outside the jail, even if all tests passed."""
     if SESSION in session.config.stash:

@@ -32,7 +32,7 @@ from coda_agent.agent.storage import quack_tunings
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.schedule import Schedule, schedules_json
 from coda_agent.verifier.gates import Progress, identity
 from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.report import (
@@ -199,7 +199,7 @@ class _OnSlots:
         program, if this sweep has not yet compiled the same program."""
         pool, name = self.driver.pool, self.run.name
         asked = {"spec": self.run.text, "source": source, "weak_jail": weak_jail}
-        asked |= {"schedules": {str(step): s.to_json() for step, s in schedules.items()}}
+        asked["schedules"] = schedules_json(schedules)
         gates: tuple[Gate, ...] = ()
         try:
             found = pool.run(f"{name} check", pieces.examine, asked, patience=SILENCE, progress=progress)

@@ -15,7 +15,7 @@ from coda_agent.agent.show.explain import StepText, steps
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import Roofline, StepFloor, roofline
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.schedule import Schedule, by_step
+from coda_agent.primitives.lang.schedule import Schedule, by_step, schedules_json
 from coda_agent.primitives.target import TARGET
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Shown:
             "spec": self.title,
             "program": self.program.hash,
             "steps": [asdict(step) for step in steps(self.program)],
-            "schedule": {str(k): s.to_json() for k, s in sorted(self.program.schedule.items())},
+            "schedule": schedules_json(self.program.schedule),
             "resources": None if self.resources is None else [asdict(r) for r in self.resources],
             "roofline": {case: floor.to_dict() for case, floor in floors(self.program, self.sizes).items()},
             "cutedsl": self.kernel.lowered.text if self.cutedsl else None,

@@ -34,6 +34,7 @@ from coda_agent.fused.pointwise.rotation import rotated_back
 from coda_agent.primitives.derive import Derived, chains, derive
 from coda_agent.primitives.derive.chains import Chain
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import schedules_json
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
@@ -174,11 +175,7 @@ def measured(width: str) -> dict[str, Any]:
     exact = results(layers[PROGRAM], drawn)
     agreement = {n: relative(results(layer, drawn), exact) for n, layer in layers.items() if n != PROGRAM}
     samples, conditions = timed(arms, ROUNDS, longest=LONGEST)
-    schedules = [
-        {str(step): s.to_json() for step, s in plan.schedules.items()}
-        for kernel in made
-        for plan in kernel._plans.values()
-    ]
+    schedules = [schedules_json(plan.schedules) for kernel in made for plan in kernel._plans.values()]
     return {
         "times": {n: milliseconds(s) for n, s in samples.items()},
         "conditions": conditions,

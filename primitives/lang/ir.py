@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from coda_agent.primitives.lang.cutedsl import Reduction, Spread, Statistic
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.schedule import Schedule, by_step
+from coda_agent.primitives.lang.schedule import Schedule, by_step, schedules_json
 from coda_agent.primitives.lang.signature import (
     INDICES,
     OPERANDS,
@@ -233,7 +233,7 @@ class Program(NamedTuple):
             "signature": self.signature.to_json(),
             "nodes": [[n.op, list(n.args), _encode(n.attribute)] for n in self.nodes],
             "outputs": dict(sorted(self.outputs.items())),
-            "schedule": {str(k): s.to_json() for k, s in sorted(self.schedule.items())},
+            "schedule": schedules_json(self.schedule),
         }
         return json.dumps(data, sort_keys=True, separators=(",", ":")) + "\n"
 

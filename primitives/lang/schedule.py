@@ -72,6 +72,11 @@ def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
     return {int(step): Schedule.from_json(fields) for step, fields in data.items()}
 
 
+def schedules_json(schedules: Mapping[int, Schedule]) -> dict[str, dict[str, int | bool]]:
+    """Convert the schedules of steps to JSON, in the order of steps."""
+    return {str(step): schedule.to_json() for step, schedule in sorted(schedules.items())}
+
+
 def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Schedule]]:
     """Collect the distinct schedules of each step. ``tunings``: dicts from steps to schedules."""
     found: dict[int, dict[Schedule, None]] = {}

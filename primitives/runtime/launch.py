@@ -135,7 +135,7 @@ class Kernel:
         schedules = self.source.fixed
         if not steps <= schedules.keys():
             self._check_proved(sizes)
-            schedules = tuned_schedules(self.source, inputs, sizes, self.known) | schedules
+            schedules = tuned_schedules(self.source, inputs, sizes, self.known)
         return Plan(self.source.on(schedules), sizes, device)
 
     def _check_proved(self, sizes: Mapping[str, int]) -> None:

@@ -32,7 +32,7 @@ from coda_agent.primitives.compiler.jit import compile_kernel, import_quack, loa
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel
 from coda_agent.primitives.compiler.probe_schedules import probes
-from coda_agent.primitives.lang.schedule import Schedule, by_step
+from coda_agent.primitives.lang.schedule import Schedule, by_step, schedules_json
 from coda_agent.primitives.runtime.compile import COMPILE_SECONDS, _environment
 from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.files import cached_json
@@ -122,7 +122,7 @@ def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing
     """
     lowered = kernel.lowered
     static = {dim: sizes[dim] for dim in kernel.program.signature.static}
-    chosen = {str(step): s.to_json() for step, s in sorted(kernel.fixed.items())}
+    chosen = schedules_json(kernel.fixed)
     # the program's hash is part of the key, because the lowered code does not state the tiles' dtypes
     own = kernel.program._replace(schedule={}).hash
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)

@@ -32,7 +32,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates, probes
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.schedule import SMALL_TILES, SWIZZLES, Schedule, by_step
+from coda_agent.primitives.lang.schedule import SMALL_TILES, SWIZZLES, Schedule, by_step, schedules_json
 from coda_agent.primitives.runtime.compile import compile_gemm, compile_vector
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launchable import LaunchError
@@ -199,13 +199,13 @@ def tuned_schedules(
     """The fastest schedule of each step, from the cache or measured now. Measuring takes seconds to minutes.
     If several processes need the same tuning, one process measures and the others wait for its result.
 
-    ``known``: good schedules by step, for ``search_again``. ``afresh``: ignore the cache. A step whose
-    schedule the program fixes is not tuned. ``kernel.schedules`` is ignored. Raises LaunchError if no tile
-    suits a step, and NoSchedule if no schedule of a step runs.
+    ``known``: good schedules by step, for ``search_again``. ``afresh``: ignore the cache. A step with a
+    given schedule (``kernel.fixed``) is not tuned. Raises LaunchError if no tile suits another step, and
+    NoSchedule if no schedule of such a step runs.
     """
     if not afresh and (earlier := cached(kernel, sizes, known)):
         return earlier
-    first = {g.step: _fitting(g, sizes) for g in lower(kernel.program).gemms}
+    first = {g.step: _fitting(g, sizes) for g in lower(kernel.program).gemms if g.step not in kernel.fixed}
     with _locked(cache_path(kernel, sizes)):
         # another process may have measured while this process waited for the lock
         if not afresh and (earlier := cached(kernel, sizes, known)):
@@ -237,14 +237,15 @@ def _search_and_cache(
     known: Known | None,
     first: Mapping[int, list[Schedule]],
 ) -> dict[int, Schedule]:
-    """Tune each step and cache the result. ``first``: each step's schedules for the first round."""
+    """Tune the steps in ``first`` and cache the result. ``first``: each step's schedules for the first
+    round."""
     start = time.monotonic()
     program, edited = kernel.program, kernel.edited is not None
-    gemms = lower(program).gemms
-    chosen = {g.step: (probes(program, g, sizes, [Schedule()]) or first[g.step])[0] for g in gemms}
-    chosen |= program.schedule
+    tuned = [gemm for gemm in lower(program).gemms if gemm.step in first]
+    chosen = {g.step: (probes(program, g, sizes, [Schedule()]) or first[g.step])[0] for g in tuned}
+    chosen |= kernel.fixed
     milliseconds: dict[str, Any] = {}
-    for gemm in (g for g in gemms if g.step not in program.schedule):
+    for gemm in tuned:
         race = partial(_race, kernel.on(dict(chosen)), gemm, inputs, sizes)
         begin, good = first[gemm.step], (known or {}).get(gemm.step, ())
         again = revisited(gemm, sizes, good, begin, edited=edited)
@@ -255,7 +256,7 @@ def _search_and_cache(
         chosen[gemm.step] = ranked[0][0]
         milliseconds[str(gemm.step)] = [[s.to_json(), t] for s, t in ranked]
     record = {
-        "schedules": {str(k): s.to_json() for k, s in chosen.items()},
+        "schedules": schedules_json(chosen),
         "milliseconds": milliseconds,
         "seconds": round(time.monotonic() - start, 1),
     }
@@ -272,7 +273,7 @@ def cached(
     record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and kernel.edited and known:
-        tried = chosen.keys() - kernel.program.schedule.keys()
+        tried = chosen.keys() - kernel.fixed.keys()
         return chosen if all(chosen[step] in known.get(step, ()) for step in tried) else None
     return chosen
 
@@ -286,11 +287,11 @@ def finalists(kernel: KernelSource, sizes: Mapping[str, int]) -> dict[int, list[
 
 
 def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
-    """The file of a tuning. The file's name depends on the program, the lowered code, the sizes and the GPU.
-    The hash of the lowered code covers the compilers' versions."""
+    """The file of a tuning. The file's name depends on the program, the given schedules, the lowered code,
+    the sizes and the GPU. The hash of the lowered code covers the compilers' versions."""
     import torch
 
-    code = [FORMAT, kernel.program.hash, kernel.lowered.hash]
+    code = [FORMAT, kernel.program.hash, schedules_json(kernel.schedules), kernel.lowered.hash]
     machine = [torch.cuda.get_device_name(), torch.version.cuda]
     key = json.dumps([*code, dict(sorted(sizes.items())), *machine])
     return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

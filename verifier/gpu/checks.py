@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.compiler.kernel_source import KernelSource
-from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.schedule import Schedule, schedules_json
 from coda_agent.verifier.gates import Failed, judge
 from coda_agent.verifier.gpu import guards
 from coda_agent.verifier.gpu.fingerprint import Fingerprints
@@ -222,11 +222,6 @@ def clean(_: object) -> dict[str, Any]:
 
 def _place(job: KernelCase) -> str:
     return f"case {job.case}" if job.case in {c.name for c in job.spec.cases} else f"sizes {dict(job.sizes)}"
-
-
-def schedules_json(schedules: Schedules) -> dict[str, dict[str, Any]]:
-    """Convert schedules to the JSON form of reports."""
-    return {str(step): dict(schedule.to_json()) for step, schedule in schedules.items()}
 
 
 def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import kernels
 import pytest
@@ -181,6 +183,26 @@ def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
     found.write_text(json.dumps(kept))
     assert tune.tuned_schedules(KernelSource(said), {}, SIZES) == {0: chosen}
     assert tune.tuned_schedules(KernelSource(plain), {}, SIZES) == {0: Schedule()}
+
+
+def test_a_step_with_a_given_schedule_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is cached for this schedule only, also for edited code."""
+    raced = []
+
+    def race(kernel: KernelSource, gemm: GemmKernel, *given: Any) -> list[tuple[Schedule, float]]:
+        raced.append(gemm.step)
+        return [(schedule, 1.0) for schedule in given[-2]]
+
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(tune, "_race", race)
+    program, given, known = kernels.CHAIN.program, Schedule(128, 192), {1: [Schedule(128, 160)]}
+    source = KernelSource(program, {0: given}, editable(program))
+    sizes = dict.fromkeys(program.signature.dims, 4096)
+    expected = {0: given, 1: Schedule(128, 160)}
+    assert tune.tuned_schedules(source, {}, sizes, known) == expected
+    assert set(raced) == {1} and tune.cached(source, sizes, known) == expected
+    assert tune.cached(replace(source, schedules={0: Schedule()}), sizes, known) is None
 
 
 def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
