@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,7 +50,10 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     why on standard error.
     """
     bound = [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), *command]
-    begin = partial(subprocess.Popen[bytes], bound, start_new_session=True, **options)
+
+    def begin() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(bound, start_new_session=True, **options)
+
     return _starter(os.getpid()).submit(begin).result()
 
 
