@@ -414,6 +414,15 @@ def test_the_page_has_all_that_was_measured(shown: str) -> None:
     assert "hidden size 8192 | &lt;none&gt;" in shown
 
 
+def test_an_arm_that_has_changed_since_every_session_is_marked() -> None:
+    found = Results(sessions=(session({PROGRAM: arm(1.25)}),))
+    (name,) = found.sessions
+    now = Present(question=name.question, keys={PROGRAM: "of later versions"})
+    changed = found.model_copy(update={"present": {name.operator: {name.case: now}}})
+    assert "has changed since" not in page(found, {})
+    assert "has changed since" in page(changed, {}).partition("what it was")[2]
+
+
 def rules(text: str) -> dict[str, str]:
     """Return the declarations of the page's style sheet, by selector."""
     style = text.split("<style>")[1].split("</style>")[0]
