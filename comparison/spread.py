@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -24,15 +23,15 @@ from coda_agent.comparison.measuring import ComparisonRequest, Keep, OutOfTime
 from coda_agent.comparison.results import Results, Session
 from coda_agent.comparison.rows import Row
 from coda_agent.verifier.gates import Failed, Progress
-from coda_agent.verifier.gpu.worker import report
+from coda_agent.verifier.gpu.worker import Lost, report
 
 UUID = "uuid"  # the key under which a session's conditions hold the GPU's UUID
 SILENT = 3600.0  # seconds without a report; arms report each minute, but compiling ahead may take longer
 
 
 def complete(asked: dict[str, Any]) -> dict[str, Any]:
-    """Complete the requested rows on one GPU, as one piece of work. The answer has two keys. ``results``: the
-    results. ``ended``: why the measurement ended early, or "" if all rows are complete."""
+    """Complete the requested rows on one GPU, as one piece of work. The answer has three keys. ``results``:
+    the results. ``ended``: why the time was over early, or "". ``failed``: how the GPU failed, or ""."""
     request: ComparisonRequest = asked["request"]
     results, gpu = Results.model_validate_json(asked["results"]), asked["gpu"]
     with gpu_alone(lambda words: report("compare", words)):
@@ -50,11 +49,15 @@ def complete(asked: dict[str, Any]) -> dict[str, Any]:
             results = made
             report(STAGE, named(made).model_dump_json(by_alias=True))
 
+        ended = failed = ""
         try:
-            results, ended = measuring.measure(request, results, keep, report), ""
-        except (OutOfTime, Failed) as error:
+            results = measuring.measure(request, results, keep, report)
+        except OutOfTime as error:
             ended = str(error)
-    return {"results": named(results).model_dump_json(by_alias=True), "ended": ended}
+        except Failed as error:
+            failed = str(error)
+    made = named(results).model_dump_json(by_alias=True)
+    return {"results": made, "ended": ended, "failed": failed}
 
 
 def _named(session: Session, gpu: str) -> Session:
@@ -66,12 +69,12 @@ def measure(
 ) -> Results:
     """Measure every missing session on the pool's GPUs, with one row at a time on each GPU. ``keep`` receives
     the results after each session. The time limit begins when the first row may start. If any row ended
-    early, raises OutOfTime when all rows have ended."""
+    early, raises OutOfTime when all rows have ended. Raises GivenUp if a row fails on two GPUs."""
     spread = _Spread(results, keep, progress, pool)
     if results.machine is None:  # first measure the peak rates on one GPU; all rows use them
         spread.row(replace(asked, rows=()))
     spread.begun = monotonic()
-    with ThreadPoolExecutor(len(asked.rows) or 1) as threads:  # one per row, since more GPUs may join later
+    with pool.threads(len(asked.rows)) as threads:  # one per row, since more GPUs may join later
         for done in [threads.submit(spread.row, replace(asked, rows=(row,))) for row in asked.rows]:
             done.result()
     if spread.ended:
@@ -104,9 +107,11 @@ class _Spread:
                         self.pool, slot, label, complete, asked | {"gpu": slot.name},
                         patience=SILENT, progress=heard,
                     )  # fmt: skip
+                    heard(STAGE, told["results"])
+                    if told["failed"]:
+                        raise Lost("device_error", told["failed"])
             except (SlotLost, Suspect):
                 continue
-            heard(STAGE, told["results"])
             if told["ended"]:
                 self.ended.append(f"{name}: {told['ended']}")
             return

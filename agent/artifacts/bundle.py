@@ -8,7 +8,7 @@ If the objects of edited CuTeDSL are missing, the measuring machine compiles the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ from coda_agent.agent.run.assembly import task_of
 from coda_agent.agent.run.view import RunView
 from coda_agent.agent.storage import kernel_files, quack_tunings
 from coda_agent.primitives.compiler.kernel_source import KernelSource
-from coda_agent.primitives.errors import InvalidInput, first_fault
+from coda_agent.primitives.errors import CodaError, InvalidInput, first_fault
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.report import (
@@ -203,45 +203,52 @@ def read(path: Path) -> Bundle:
     return _read(path, Bundle)
 
 
-def take(path: Path) -> list[tuple[str, Measurement]]:
-    """Copy the measurements of a result file into their runs' journals. A second call changes nothing. An
-    ``Unmeasured`` result is not copied, so that its kernel can be measured again.
+def take(path: Path) -> Iterator[tuple[str, Measurement]]:
+    """Copy the measurements of a result file into their runs' journals, and yield each with its run. A second
+    call changes nothing. An ``Unmeasured`` result is not copied, so that its kernel can be measured again.
 
-    Raises InvalidInput if a result belongs to another kernel than the run's, or if the run already has a
-    different measurement.
+    Raises CodaError after the last result if any result has no run here or belongs to another kernel than the
+    run's, or if its run already has a different measurement.
     """
-    taken: list[tuple[str, Measurement]] = []
+    refused = list[CodaError]()
     for result in _read(path, BundleResults).results:
         try:
-            measurement = MEASUREMENT.validate_python(result.measurement)
-        except ValidationError as error:
+            yield _take(path, result)
+        except CodaError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0] if len(refused) == 1 else InvalidInput("\n".join(map(str, refused)))
+
+
+def _take(path: Path, result: KernelResult) -> tuple[str, Measurement]:
+    try:
+        measurement = MEASUREMENT.validate_python(result.measurement)
+    except ValidationError as error:
+        raise InvalidInput(
+            f"{path}: run {result.run}: the measurement has {error.error_count()} errors, the first: "
+            f"{first_fault(error)}; measure again"
+        ) from None
+    run = runs.reopen(result.run)
+    with run.journal:
+        recorded = RunView(run.journal.events()).attempts.get(result.attempt)
+        report = recorded.checked if recorded else None
+        named = [result.identity]
+        if isinstance(measurement, Measured):
+            named.append(measurement.identity)
+        if not isinstance(report, Checked) or not all(report.identity.same(n) for n in named):
             raise InvalidInput(
-                f"{path}: run {result.run}: the measurement has {error.error_count()} errors, the first: "
-                f"{first_fault(error)}; measure again"
-            ) from None
-        run = runs.reopen(result.run)
-        with run.journal:
-            recorded = RunView(run.journal.events()).attempts.get(result.attempt)
-            report = recorded.checked if recorded else None
-            named = [result.identity]
-            if isinstance(measurement, Measured):
-                named.append(measurement.identity)
-            if not isinstance(report, Checked) or not all(report.identity.same(n) for n in named):
-                raise InvalidInput(
-                    f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
-                    "a different kernel than this run's: bundle the run again"
-                )
-            key = f"measurement/{result.attempt}"
-            if isinstance(measurement, Unmeasured):
-                taken.append((run.name, measurement))
-                continue
-            if run.journal.once(key, "measurement", partial(dict, result.measurement)) != result.measurement:
-                raise InvalidInput(
-                    f"{path}: run {result.run}, attempt {result.attempt} already has a different "
-                    "measurement, which stays: to measure again, start a new run"
-                )
-        taken.append((run.name, measurement))
-    return taken
+                f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
+                "a different kernel than this run's: bundle the run again"
+            )
+        key = f"measurement/{result.attempt}"
+        if isinstance(measurement, Unmeasured):
+            return run.name, measurement
+        if run.journal.once(key, "measurement", partial(dict, result.measurement)) != result.measurement:
+            raise InvalidInput(
+                f"{path}: run {result.run}, attempt {result.attempt} already has a different "
+                "measurement, which stays: to measure again, start a new run"
+            )
+    return run.name, measurement
 
 
 def write(path: Path, content: BaseModel) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +28,6 @@ from coda_agent.agent.options import (
     typed_options,
 )
 from coda_agent.agent.terminal.safe_text import echo
-from coda_agent.primitives.errors import Absent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,7 @@ AT_ONCE = typer.Option(min=1, max=10_000, help="Limit on runs at once. Default: 
 AtOnce = Annotated[int | None, AT_ONCE]
 Readmit = Annotated[
     list[str] | None,
-    typer.Option("--readmit", metavar="GPU", help="UUID of a GPU that the sweep excluded, to use it again."),
+    typer.Option("--readmit", metavar="NAME", help="An excluded GPU (its UUID) or core, to use it again."),
 ]
 GRACE = 20.0  # seconds after Ctrl-C in which requests in flight may finish
 TICK = 0.5  # seconds between two updates of the live table
@@ -84,7 +84,7 @@ def sweep(
         headers.append(
             header | {"improve": improve, "weak_jail": weak_jail, **runs.derived_beside(path, checked)}
         )
-    if gpu is False:
+    if ray is None or gpu is False:
         setup.need_gpu(gpu, *typed_options(measuring))
     made = sweeps.create(
         {
@@ -111,7 +111,7 @@ def resume(
     sweep's runs. ``readmit``: the names of excluded slots (cores or GPUs) to use again."""
     from coda_agent.agent.fleet import sweep as sweeps
 
-    if gpu is False:
+    if ray is None or gpu is False:
         setup.need_gpu(gpu, *typed_options(measuring))
     made = sweeps.reopen(name)
     try:
@@ -162,13 +162,13 @@ def _drive(
         names = _members(made, loaded)
         purse = Purse(spent_before(names))
         with _pool(ray, gpu, made.record, made.left_out(), made.kind()) as pool:
-            if gpu and not pool.gpus:
-                raise Absent("the fleet has no H100; leave out --gpu")
+            if gpu:
+                pool.await_gpu()
             wanted = measuring.options() if gpu is not False and (pool.gpus or ray) else None
             driver = Driver(made, pool, purse, limits, wanted, given or {})
-            threads = driver.start(driver.unfinished(names), at_once or 4 * max(1, len(pool.uses)))
+            thread = driver.start(driver.unfinished(names), at_once)
             try:
-                _attend(driver, threads, names, setup.console(as_json))
+                _attend(driver, thread, names, setup.console(as_json))
             finally:
                 driver.close()
     finally:
@@ -207,17 +207,14 @@ def spreads(ray: str | None) -> bool:
 @contextmanager
 def fleet(ray: str | None) -> Iterator[Pool]:
     """Open a pool of the GPUs of a Ray cluster or of this machine, for measurements outside a sweep. Before
-    the block, wait at most ``ALONE`` seconds for the first GPU."""
-    from coda_agent.agent.fleet.pool import ALONE
+    the block, wait for the first GPU."""
 
     def record(kind: str, told: dict[str, Any]) -> None:
         if kind in ("left", "refused"):
             echo(f"{told.get('slot') or told['node']}: {told['reason']}", err=True)
 
     with _pool(ray, None, record, cores=False) as pool:
-        until = time.monotonic() + ALONE
-        while not pool.gpus and time.monotonic() < until:
-            time.sleep(TICK)
+        pool.await_gpu()
         yield pool
 
 
@@ -246,16 +243,16 @@ def _members(made: Sweep, loaded: Mapping[Path, tuple[Spec, str]]) -> list[str]:
     return made.runs()
 
 
-def _attend(driver: Driver, threads: Sequence[Any], names: Sequence[str], console: Console) -> None:
+def _attend(driver: Driver, thread: Thread, names: Sequence[str], console: Console) -> None:
     """Show the sweep until its runs have ended. On Ctrl-C, start no new requests, and give the requests in
     flight ``GRACE`` seconds to finish."""
     try:
-        _watch(driver, threads, names, console)
+        _watch(driver, thread, names, console)
     except KeyboardInterrupt:
         driver.purse.stop("interrupted")
         driver.pool.close("interrupted")
         deadline = time.monotonic() + GRACE
-        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        while thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
         echo(f"continue with: coda-agent resume {driver.sweep.name}", err=True)
         raise
@@ -263,7 +260,7 @@ def _attend(driver: Driver, threads: Sequence[Any], names: Sequence[str], consol
         raise driver.bug
 
 
-def _watch(driver: Driver, threads: Sequence[Any], names: Sequence[str], console: Console) -> None:
+def _watch(driver: Driver, thread: Thread, names: Sequence[str], console: Console) -> None:
     from rich.live import Live
 
     from coda_agent.agent.reporting import sweep_view
@@ -276,14 +273,14 @@ def _watch(driver: Driver, threads: Sequence[Any], names: Sequence[str], console
         alive = True
         while alive:
             time.sleep(TICK)
-            alive = any(thread.is_alive() for thread in threads)
+            alive = thread.is_alive()
             for words in driver.news():
                 if words not in told:
                     told.add(words)
                     console.print(words, soft_wrap=True)
         return
     with Live(console=console, auto_refresh=False) as shown:
-        while any(thread.is_alive() for thread in threads):
+        while thread.is_alive():
             time.sleep(TICK)
             shown.update(sweep_view.live(driver, readings), refresh=True)
 

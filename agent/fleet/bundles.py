@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +50,7 @@ def measure(
         return bundles.BundleResults(results=tuple(done[place] for place in sorted(done)))
 
     # one thread per entry, because more GPUs may join
-    with ThreadPoolExecutor(len(bundle.entries) or 1) as threads:
+    with pool.threads(len(bundle.entries)) as threads:
         found = [threads.submit(whole, entry) for entry in bundle.entries]
         for place, (entry, kernel, each) in enumerate(zip(bundle.entries, checked, found, strict=True)):
             done[place] = bundles.KernelResult(

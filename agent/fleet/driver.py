@@ -9,7 +9,6 @@ Therefore no answer, verdict or finished stage is lost.
 from __future__ import annotations
 
 import json
-import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +57,8 @@ SILENCE = 900.0
 MEASURING = 1800.0  # like SILENCE, for work on a GPU, which starts processes that have limits of their own
 UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
 SAME = "gpu"  # the stage that records which GPU a measurement runs on
+PER_SLOT = 4  # runs in progress per slot, so that slots have work while other runs wait for answers
+TICK = 0.05  # seconds between two looks whether another run may start
 VOIDS = 3  # a run or bundle entry ends after this many invalid measurements; resuming measures again
 
 
@@ -98,24 +99,27 @@ class Driver:
         """Record the processor time that the driver used."""
         self.sweep.record("session", {"driver_seconds": round(time.process_time() - self.began, 3)})
 
-    def start(self, names: Sequence[str], at_once: int) -> list[threading.Thread]:
-        """Author these runs, at most ``at_once`` at a time, in threads that die with this process."""
-        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for name in names:
-            waiting.put(name)
+    def start(self, names: Sequence[str], at_once: int | None = None) -> threading.Thread:
+        """Author these runs in threads that die with this process, at most ``at_once`` at a time. By default,
+        at most ``PER_SLOT`` per slot of the pool, which slots may still join. Return a thread that ends after
+        all others."""
 
-        def work() -> None:
-            while not self.purse.stopped and self.bug is None:
-                try:
-                    name = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                self._author(name)
+        def author_all() -> None:
+            running: list[threading.Thread] = []
+            for name in names:
+                while len(running) >= (at_once or PER_SLOT * max(1, len(self.pool.uses))):
+                    time.sleep(TICK)
+                    running = [thread for thread in running if thread.is_alive()]
+                if self.purse.stopped or self.bug:
+                    break
+                running.append(threading.Thread(target=self._author, args=(name,), daemon=True))
+                running[-1].start()
+            for thread in running:
+                thread.join()
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(at_once, len(names)))]
-        for thread in threads:
-            thread.start()
-        return threads
+        thread = threading.Thread(target=author_all, daemon=True)
+        thread.start()
+        return thread
 
     def _author(self, name: str) -> None:
         """Author a run to its end. An expected error ends only this run; a bug ends the whole sweep."""

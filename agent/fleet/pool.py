@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,8 +109,9 @@ class Pool:
         try:
             yield use.slot
             outcome = "done"
-            if suspect := self._suspects.pop(piece, None):  # the piece failed before, on another slot
-                self.leave_out(suspect[0], f"a piece failed there, and not elsewhere: {suspect[1]}")
+            suspect, words = self._suspects.pop(piece, (use.slot, ""))
+            if suspect.name != use.slot.name:
+                self.leave_out(suspect, f"a piece failed there, and not elsewhere: {words}")
         except SlotLost as lost:
             self.leave_out(use.slot, f"lost: {lost}", forget=True)
             raise
@@ -180,8 +182,10 @@ class Pool:
                 if self._closed:
                     raise GivenUp(self._closed)
                 able = [use for use in self.uses.values() if (use.slot.kind != CPU) is gpu]
-                if piece in self._suspects:  # if possible, avoid the node on which the piece failed
-                    able = [u for u in able if u.slot.node != self._suspects[piece][0].node] or able
+                if piece in self._suspects:  # if possible, avoid the node or the slot on which it failed
+                    suspect = self._suspects[piece][0]
+                    others = [u for u in able if u.slot.name != suspect.name]
+                    able = [u for u in others if u.slot.node != suspect.node] or others or able
                 free = [use for use in able if not use.now]
                 use = next((use for use in free if use.slot.name == prefer), free[0] if free else None)
                 if use and queue[0] is turn:
@@ -198,9 +202,29 @@ class Pool:
                     raise TimeoutError
                 self._changed.wait(TICK)
 
+    def await_gpu(self) -> None:
+        """Wait for the first GPU. Raises GivenUp if the pool is closed, or after ``ALONE`` seconds."""
+        end = time.monotonic() + ALONE
+        while not self.gpus:
+            if self._closed or time.monotonic() >= end:
+                raise GivenUp(self._closed or self._alone("GPU"))
+            time.sleep(TICK)
+
+    @contextmanager
+    def threads(self, number: int) -> Iterator[ThreadPoolExecutor]:
+        """Threads that lease slots. If the block is interrupted, no further lease starts."""
+        with ThreadPoolExecutor(number or 1) as threads:
+            try:
+                yield threads
+            except KeyboardInterrupt:
+                self.close("interrupted")
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
     def _alone(self, kind: str) -> str:
         excluded = "".join(f"; {name} is excluded: {why}" for name, why in self.left_out.items())
-        return f"no {kind} has been in the fleet for {ALONE:.0f} s{excluded}"
+        remedy = "; to use one again: coda-agent resume SWEEP --readmit NAME" if excluded else ""
+        return f"no {kind} has been in the fleet for {ALONE:.0f} s{excluded}{remedy}"
 
     def _follow(self) -> None:
         while not self._closed:

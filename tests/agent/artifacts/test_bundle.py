@@ -33,6 +33,7 @@ from authoring import (
     slow,
     write_toy,
 )
+from commanding import Command
 
 from coda_agent.agent.artifacts import bundle, bundle_measuring
 from coda_agent.agent.artifacts.accept import accept
@@ -172,7 +173,7 @@ def test_there_and_back(packed: tuple[str, Path], gpu: Gpu) -> None:
     assert stands(name) == "checked"
     results = measure(path)
     assert gpu.cases == ["large", "wide", "ragged"]
-    ((taken, found),) = bundle.take(results)
+    ((taken, found),) = [*bundle.take(results)]
     assert (taken, found.status) == (name, "measured")
     run = runs.reopen(name)
     with run.journal:
@@ -186,11 +187,11 @@ def test_there_and_back(packed: tuple[str, Path], gpu: Gpu) -> None:
 def test_importing_twice_changes_nothing(packed: tuple[str, Path], gpu: Gpu) -> None:
     name, path = packed
     results = measure(path)
-    first = bundle.take(results)
+    first = [*bundle.take(results)]
     run = runs.reopen(name)
     with run.journal:
         events = run.journal.events()
-    assert bundle.take(results) == first
+    assert [*bundle.take(results)] == first
     run = runs.reopen(name)
     with run.journal:
         assert run.journal.events() == events
@@ -199,7 +200,7 @@ def test_importing_twice_changes_nothing(packed: tuple[str, Path], gpu: Gpu) -> 
 def test_a_rejection_is_fed_back(packed: tuple[str, Path], gpu: Gpu) -> None:
     name, path = packed
     gpu.verdict = lambda spec, program: slow(spec)
-    ((_, found),) = bundle.take(measure(path))
+    ((_, found),) = [*bundle.take(measure(path))]
     assert isinstance(found, Rejected) and found.code == "slow" and stands(name) == "rejected"
     run, provider = runs.reopen(name), Scripted(["", "no code", fenced(TOY_KERNEL)])
     with run.journal:
@@ -211,7 +212,7 @@ def test_several_runs_in_one_bundle(spec: Path, tmp_path: Path, gpu: Gpu) -> Non
     names = [make_run(spec), make_run(spec, TWICE)]
     made = bundle.pack(names, tmp_path / "bundle.json")
     assert [e.run for e in made.entries] == names
-    taken = bundle.take(measure(tmp_path / "bundle.json"))
+    taken = [*bundle.take(measure(tmp_path / "bundle.json"))]
     assert [name for name, _ in taken] == names
     assert [stands(name) for name in names] == ["accepted", "accepted"]
     assert gpu.cases == ["large", "wide", "ragged"] * 2  # each case is measured for both kernels
@@ -234,7 +235,7 @@ def test_no_source_travels(spec: Path, tmp_path: Path, gpu: Gpu) -> None:
 
 def test_only_a_checked_kernel_is_packed(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
     name, path = packed
-    bundle.take(measure(path))
+    [*bundle.take(measure(path))]
     fresh = runs.start(spec, HEADER)
     fresh.journal.close()
     rejected = make_run(spec, found=slow(fresh.spec))
@@ -343,7 +344,7 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes, kind: str) -> None:
     path.write_bytes(content)
     words = f"{kind}.json: this is not a {kind} file of coda-agent: "
     with pytest.raises(InvalidInput, match=words) as caught:
-        measure(path) if kind == "bundle" else bundle.take(path)
+        measure(path) if kind == "bundle" else [*bundle.take(path)]
     assert len(str(caught.value)) < 400 + len(str(path)) and "\n" not in str(caught.value)
 
 
@@ -359,12 +360,12 @@ def test_files_that_are_not_there(packed: tuple[str, Path], tmp_path: Path, gpu:
     with pytest.raises(InvalidInput, match="nothing.json: No such file"):
         measure(tmp_path / "nothing.json")
     with pytest.raises(InvalidInput, match="nothing.json: No such file"):
-        bundle.take(tmp_path / "nothing.json")
+        [*bundle.take(tmp_path / "nothing.json")]
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInput, match="give a writable path"):
         bundle.pack([name], tmp_path / "file" / "bundle.json")
     with pytest.raises(InvalidInput, match=r"Is a directory"):
-        bundle.take(tmp_path)
+        [*bundle.take(tmp_path)]
 
 
 # a measurement that was cut off
@@ -422,10 +423,10 @@ def test_what_was_taken_home_is_what_a_resumed_bundle_says(
     gpu.verdict, gpu.cut_at = verdict, 3
     with pytest.raises(Cut):
         measure(path)
-    taken = bundle.take(path.with_name("results.json"))
+    taken = [*bundle.take(path.with_name("results.json"))]
     assert measure(path) and len(gpu.kernels) == 4
     assert {*ended} == {*range(6)}  # three workers for each of the two calls
-    assert bundle.take(path.with_name("results.json"))[:2] == taken
+    assert [*bundle.take(path.with_name("results.json"))][:2] == taken
 
 
 def test_a_void_entry_is_measured_again_where_a_bundle_goes_on(
@@ -440,8 +441,8 @@ def test_a_void_entry_is_measured_again_where_a_bundle_goes_on(
     gpu.verdict, gpu.cut_at = verdict, 2
     with pytest.raises(Cut):
         measure(path)
-    assert isinstance(bundle.take(path.with_name("results.json"))[0][1], Unmeasured)
-    assert isinstance(bundle.take(measure(path))[0][1], Measured)
+    assert isinstance([*bundle.take(path.with_name("results.json"))][0][1], Unmeasured)
+    assert isinstance([*bundle.take(measure(path))][0][1], Measured)
 
 
 def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: Gpu) -> None:
@@ -586,12 +587,12 @@ def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: G
     results = measure(tmp_path / "other.json", tmp_path / "other-results.json")
     edit(results, lambda data: data["results"][0].update(run=name))
     with pytest.raises(InvalidInput, match=f"run {name}, attempt 1: the measurement is of a different"):
-        bundle.take(results)
+        [*bundle.take(results)]
     # Another kernel's measurement is refused even if the result states the identity of this run's kernel.
     identity = json.loads(path.read_text())["entries"][0]["identity"]
     edit(results, lambda data: data["results"][0].update(identity=identity))
     with pytest.raises(InvalidInput, match="the measurement is of a different kernel"):
-        bundle.take(results)
+        [*bundle.take(results)]
     assert stands(name) == "checked"
 
 
@@ -599,16 +600,16 @@ def test_a_result_of_another_attempt(packed: tuple[str, Path], gpu: Gpu) -> None
     _, path = packed
     results = edit(measure(path), lambda data: data["results"][0].update(attempt=2))
     with pytest.raises(InvalidInput, match="attempt 2: the measurement is of a different kernel"):
-        bundle.take(results)
+        [*bundle.take(results)]
 
 
 def test_a_second_measurement_does_not_replace_the_first(packed: tuple[str, Path], gpu: Gpu) -> None:
     name, path = packed
     gpu.verdict = lambda spec, program: slow(spec)
-    bundle.take(measure(path))
+    [*bundle.take(measure(path))]
     gpu.verdict = measured
     with pytest.raises(InvalidInput, match="attempt 1 already has a different measurement, which stays"):
-        bundle.take(measure(path))
+        [*bundle.take(measure(path))]
     assert stands(name) == "rejected"
 
 
@@ -616,7 +617,17 @@ def test_an_unknown_run(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
     results = edit(measure(path), lambda data: data["results"][0].update(run="../../elsewhere"))
     with pytest.raises(JournalError, match="there is no run 'elsewhere'"):
-        bundle.take(results)
+        [*bundle.take(results)]
+
+
+def test_a_refused_result_keeps_no_other_from_its_run(
+    packed: tuple[str, Path], spec: Path, gpu: Gpu, command: Command
+) -> None:
+    name, path = packed
+    bundle.pack([make_run(spec, TWICE), name], path)
+    results = edit(measure(path), lambda data: data["results"][0].update(run="elsewhere"))
+    done = command("import", results)
+    assert done.status == 3 and f"{name}: measured" in done.out and "no run 'elsewhere'" in done.err
 
 
 @pytest.mark.parametrize(
@@ -627,5 +638,5 @@ def test_a_measurement_that_is_none(packed: tuple[str, Path], gpu: Gpu, measurem
     name, path = packed
     results = edit(measure(path), lambda data: data["results"][0].update(measurement=measurement))
     with pytest.raises(InvalidInput, match=f"results.json: run {name}: .*; measure again"):
-        bundle.take(results)
+        [*bundle.take(results)]
     assert stands(name) == "checked"

@@ -205,7 +205,7 @@ def imported(place: Path, request: pytest.FixtureRequest) -> Try:
 
     def attempt(damage: Damage) -> None:
         file.write_bytes(damage.json(damage.random.choice(sound)))
-        if bundle.take(file):
+        if [*bundle.take(file)]:
             shown(name)
             shutil.rmtree(runs.folder(name))
             shutil.copytree(before, runs.runs_dir() / name)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from authoring import HEADER, TOY_KERNEL, TURNED, Scripted, fenced, make_run, measured, write_toy
 from slots import FakeExecutor, FakeSlot
+from waiting import eventually
 
 from coda_agent.agent import providers
 from coda_agent.agent.artifacts import bundle
@@ -74,6 +75,26 @@ def fast(slot: FakeSlot, asked: dict[str, Any], progress: Progress) -> Measured:
     return measured(spec, Program.from_json(asked["entry"]["program"], spec.signature()))
 
 
+def test_more_runs_start_when_slots_join(runs_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, go = list[str](), threading.Event()
+
+    def author(driver: Driver, name: str) -> None:
+        started.append(name)
+        go.wait(60)
+
+    monkeypatch.setattr(Driver, "_author", author)
+    executor = FakeExecutor([])
+    pool = Pool(executor, lambda kind, told: None)
+    thread = Driver(sweep.create({"limits": {}}), pool, Purse(), RunLimits(), None).start("abcdefghij")
+    assert eventually(lambda: len(started) == 4)
+    executor.made += [FakeSlot("1"), FakeSlot("2")]
+    assert eventually(lambda: len(started) == 8)
+    go.set()
+    thread.join(60)
+    assert started == [*"abcdefghij"]
+    pool.close()
+
+
 @pytest.fixture
 def toy(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_compiler: None, no_keys: None
@@ -92,8 +113,7 @@ def swept(toy: Path, gpus: Gpus, number: int = 1) -> tuple[str, Driver]:
         made.once(f"run/{place}", "run", lambda name=run.name: {"run": name})  # type: ignore[misc]
     pool = gpus.pool(made.record)
     driver = Driver(made, pool, Purse(), RunLimits(), MeasureOptions())
-    for thread in driver.start(driver.unfinished(made.runs()), 2):
-        thread.join(100)
+    driver.start(driver.unfinished(made.runs()), 2).join(100)
     pool.close()
     driver.close()
     made.close()
@@ -241,10 +261,10 @@ def test_ctrl_c_ends_every_run_and_says_how_to_go_on(
     monkeypatch.setattr(providers, "make", lambda name, **options: Slow([fenced(TOY_KERNEL)] * 3))
     monkeypatch.setattr(command, "_watch", watch)
     driver = Driver(made, Gpus(fast).pool(made.record), Purse(), RunLimits(), None)
-    threads = driver.start(made.runs(), 1)
+    thread = driver.start(made.runs(), 1)
     with pytest.raises(KeyboardInterrupt):
-        command._attend(driver, threads, made.runs(), Console())
-    assert not any(thread.is_alive() for thread in threads)
+        command._attend(driver, thread, made.runs(), Console())
+    assert not thread.is_alive()
     first, *others = made.runs()
     assert history.past_of(first).attempts == 1  # its answer was paid for and recorded
     assert driver.problems.keys() == {first} and driver.unfinished(made.runs()) == [first, *others]

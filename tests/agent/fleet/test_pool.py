@@ -109,6 +109,44 @@ def test_a_slot_where_alone_a_piece_fails_stays_out() -> None:
     assert [e["slot"] for e in told(events, "lease")] == ["full", "good"]
 
 
+def test_a_slot_that_succeeds_the_second_time_stays() -> None:
+    words = ["Killed"]
+
+    def act(task: Task, argument: Any, progress: Progress) -> dict[str, Any]:
+        if words:
+            raise WorkerError(words.pop())
+        return task(argument)
+
+    pool, _, _ = made(FakeSlot("only", act=act))
+    assert pool.run("r check", double, 4, patience=9)["twice"] == 8
+    assert pool.uses.keys() == {"only"} and not pool.left_out
+
+
+def test_a_piece_that_failed_tries_another_slot_of_its_node() -> None:
+    pool, _, events = made(
+        FakeSlot("bad", node="n", act=raising(lambda: WorkerError("Killed"))), FakeSlot("good", node="n")
+    )
+    assert pool.run("r check", double, 4, patience=9)["twice"] == 8
+    assert [e["slot"] for e in told(events, "lease")] == ["bad", "good"] and pool.left_out.keys() == {"bad"}
+
+
+def test_an_interrupted_command_leases_no_more() -> None:
+    pool, _, events = made(FakeSlot("a"))
+    go = threading.Event()
+
+    def lease(number: int) -> None:
+        go.wait(9)
+        with pool.lease(False, f"r{number}"):
+            time.sleep(0.05)
+
+    with pytest.raises(KeyboardInterrupt), pool.threads(1) as threads:
+        for number in range(3):
+            threads.submit(lease, number)
+        threading.Timer(0.3, go.set).start()
+        raise KeyboardInterrupt
+    assert not told(events, "lease")
+
+
 def test_a_piece_that_fails_everywhere_is_at_fault_and_no_slot_leaves() -> None:
     bad = raising(lambda: WorkerError("KeyError: ours"))
     pool, _, _ = made(FakeSlot("a", node="n1", act=bad), FakeSlot("b", node="n2", act=bad))

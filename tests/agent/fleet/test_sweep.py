@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_sweep_reads_its_spec_once(toy: Path, command: Command, monkeypatch: p
         return file.read(path, *given)
 
     monkeypatch.setattr(loading, "read", read)
-    monkeypatch.setattr(Driver, "start", lambda *_: [])
+    monkeypatch.setattr(Driver, "start", lambda *_: threading.Thread())
     done = command("sweep", toy, toy, "--candidates", 2, "--provider", "handoff", "--no-gpu")
     assert (done.status, seen.count(toy)) == (1, 1)  # no run has a checked kernel
     assert len(runs.names()) == 2
@@ -93,5 +94,6 @@ def _expect_no_key(directory: Path, said: str) -> None:
 def test_mistakes_are_reported_before_anything_is_written(toy: Path, command: Command) -> None:
     done = command("sweep", toy, toy.with_name("missing.yaml"), "--provider", "replay")
     assert done.status == 2 and "missing.yaml" in done.err
+    assert command("sweep", toy, "--provider", "replay", "--gpu").status == 3  # there is no GPU
     assert not runs.runs_dir().exists()
     assert not sweep.is_sweep("sweep-20260101-000000")

@@ -232,7 +232,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
             MeasureOptions(),
             progress=lambda name: lambda gate, words: None,
         )
-    bundle.take(tmp_path / "results.json")
+    [*bundle.take(tmp_path / "results.json")]
     run = runs.reopen(name)
     with run.journal:
         final, provider, _ = author(run, [], None, 1)

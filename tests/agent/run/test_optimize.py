@@ -282,7 +282,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     quiet = lambda name: lambda gate, words: None  # noqa: E731
     bundle_measuring.measure(path, bundle.read(path), results, MeasureOptions(), progress=quiet)
     assert seen["edited"] == edit(spec) and seen["kept"].kernel.program == program(spec)
-    bundle.take(results)
+    [*bundle.take(results)]
     again = runs.reopen(run.name)
     with again.journal:
         outcome = result_of(again.journal, again.spec)
