@@ -3,6 +3,8 @@ work, and read the state of a run."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +188,12 @@ def use_gpu(gpu: bool | None) -> bool:
     if gpu and not there:
         raise Absent(f"{NO_H100}; leave out --gpu, or take a bundle to a machine with an H100")
     return there
+
+
+def free_stdout(quiet: bool) -> AbstractContextManager[Any]:
+    """If a program reads standard output (``quiet``), send what libraries print in the block to standard
+    error. For example, Ray prints when it loses a node."""
+    return redirect_stdout(sys.stderr) if quiet else nullcontext()
 
 
 def console(quiet: bool) -> Any:

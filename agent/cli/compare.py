@@ -80,7 +80,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing, ray: str | None) -> 
     path = drawing.out / RESULTS
     if ray is None and not setup.use_gpu(None):
         raise Absent("comparing needs an H100, and none is here; draw existing results with --from")
-    with _gpus(ray) as measure:
+    with setup.free_stdout(drawing.as_json), _gpus(ray) as measure:
         # read after the wait for the GPU, because another process may have added results during the wait
         found = results.read(path) if path.exists() else results.Results()
         found, ended = _measure(measure, asked, found, path, quiet=drawing.as_json)

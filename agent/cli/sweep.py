@@ -161,7 +161,10 @@ def _drive(
     try:
         names = _members(made, loaded)
         purse = Purse(spent_before(names))
-        with _pool(ray, gpu, made.record, made.left_out(), made.kind()) as pool:
+        with (
+            setup.free_stdout(as_json),
+            _pool(ray, gpu, made.record, made.left_out(), made.kind()) as pool,
+        ):
             if gpu:
                 pool.await_gpu()
             wanted = measuring.options() if gpu is not False and (pool.gpus or ray) else None

@@ -4,6 +4,7 @@ budget. No request is paid for twice."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -106,6 +107,27 @@ def test_driver_and_head_are_killed_and_a_new_cluster_ends_the_sweep(
     told = sweep_view.as_dict(name)
     assert told["compiled"] == 1 and {slot["kind"] for slot in told["slots"]} == {"CPU"}
     _expect_no_key(said, runs.runs_dir(), *logs)
+
+
+def test_a_lost_node_leaves_the_json_alone(
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray prints on standard output when it loses a node."""
+    monkeypatch.setenv("CODA_AGENT_VERSION", "as tested")
+    lost = threading.Event()
+
+    def late(handler: Any) -> None:
+        lost.wait(PATIENCE)
+        answer(fenced(TOY_KERNEL))(handler)
+
+    with FakeMessages(late) as api, cluster(2) as made:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", api.url)
+        with driving("sweep", write_toy(tmp_path), *AUTHOR, "--json", "--ray", made.address) as driver:
+            assert eventually(lambda: len(runs.names()) == 1 and _joined(_the_sweep()) == 2, PATIENCE)
+            made.remove_node(min(made.worker_nodes, key=id), allow_graceful=False)
+            lost.set()
+            out, errors = driver.communicate(timeout=PATIENCE)
+    assert json.loads(out)["statuses"] == {"checked": 1} and "Raylet is terminated" in errors
 
 
 def test_a_provider_that_refuses_everyone_costs_nothing(
