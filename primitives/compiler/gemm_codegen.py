@@ -300,7 +300,10 @@ class StepWriter(Writer):
             return
         arguments = [self.value(a, values) for a in values_read(self.program, index)]
         if operation.lanes:
-            values[index] = operation.lanes(*arguments)
+            lanes = operation.lanes(*arguments)
+            if node.op == "as_tile" and len(lanes) == 1:  # a row's lanes share one value
+                lanes = lanes * int(2 * self.resources.width(index))
+            values[index] = lanes
             return
         count = max(len(a) for a in arguments)
         values[index] = [f"n{index}_{k}" for k in range(count)]

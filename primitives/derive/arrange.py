@@ -109,19 +109,21 @@ class PlannedBackward:
 
     def derive(self) -> Derived:
         request, nodes = self.request, self.program.outputs
-        incoming = {nodes[n]: self.declare(f"d_{n}", nodes[n]) for n in request.of}
+        incoming = {n: self.declare(f"d_{n}", nodes[n]) for n in dict.fromkeys(request.of)}
         trace = Simplifier(self.signature(), self.plan.moves)
         self.used = trace.used
         reverse = Reverse(self.program, trace, self.stored, request.positive)
         with tracing(trace):
-            after = nodes[request.behind] if request.behind else -1
             known: dict[int, int] = {}
-            for index, name in incoming.items():
-                node = Node("input", (), name)
-                if index == after:
+            for output, name in incoming.items():
+                index, node = nodes[output], Node("input", (), name)
+                if output == request.behind:
                     pair = [trace.add(Node("input", (), n)) for n in ("d_next", "w_next")]
                     node = Node("gemm", tuple(pair))
-                known[index] = trace.add(node)
+                gradient = trace.add(node)
+                if index in known:  # another output is the same value
+                    gradient = trace.add(Node("add", (known[index], gradient)))
+                known[index] = gradient
             gradients = reverse.gradients(known, request.wrt)
             self.wanted = set(reverse.known)
         if not gradients:
@@ -364,7 +366,8 @@ class PlannedBackward:
         except Unsolvable:
             pass
         fresh: dict[Dim, Dim] = {}
-        for dim in sorted({d for s in shapes.values() for d in s if len(d.names - inner) > 1}, key=str):
+        sizes = {dim for tensor in tensors.values() for dim in tensor.shape}
+        for dim in sorted((d for d in sizes if len(d.names - inner) > 1), key=str):
             base, times = dim, 1
             with suppress(ValueError):
                 while True:

@@ -49,8 +49,9 @@ FORMS = {
     "head_sums": "{0}.unflatten(1, (-1, {sizes[0]})).sum(-1)",
     "per_head": "{0}",
     "as_tile": "torch.broadcast_to(torch.as_tensor({0}, device={1}.device), {1}.shape)",
-    "in_columns": "(({columns} >= {sizes[0]}) & ({columns} < {sizes[0]} + {sizes[1]}))[None, :] * 1.0",
-    "column_index": "{columns}[None, :]",
+    "in_columns": "(({columns} >= {sizes[0]}) & ({columns} < {sizes[0]} + {sizes[1]}))"
+    ".expand({0}.shape) * 1.0",
+    "column_index": "{columns}.expand({0}.shape)",
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from coda_agent.primitives.lang.ir import OPERATIONS, Node
-from coda_agent.primitives.lang.signature import Signature
+from coda_agent.primitives.lang.signature import Signature, Type
 from coda_agent.primitives.lang.trace import Trace
 
 FOLDED: dict[str, Callable[..., float]] = {
@@ -128,7 +128,7 @@ class Simplifier(Trace):
     def instead(self, index: int, replaced: set[int], value: int) -> int:
         """Rewrite an elementwise expression, with ``value`` in place of the nodes ``replaced``."""
         if index in replaced:
-            return value
+            return value if self.types[value] in (self.types[index], Type("scalar")) else index
         node = self.nodes[index]
         if not OPERATIONS[node.op].cute:
             return index

@@ -21,6 +21,7 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.schedule import Schedule, by_step, schedules_json
 from coda_agent.primitives.lang.signature import (
+    EIGHTS,
     INDICES,
     OPERANDS,
     Signature,
@@ -181,7 +182,7 @@ class Program(NamedTuple):
         """Check that only gemm reads fp8, and that indices and offsets are inputs with an integer dtype."""
         for argument in node.args:
             dtype = self._input_dtype(argument)
-            if dtype in OPERANDS and node.op not in ("gemm", "transpose"):
+            if dtype in EIGHTS and (dtype not in OPERANDS or node.op not in ("gemm", "transpose")):
                 name = self.nodes[argument].attribute
                 raise ProgramError(
                     "dtype",

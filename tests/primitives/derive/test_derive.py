@@ -16,7 +16,7 @@ from kernels import signature, tensor, trace
 
 from coda_agent.primitives import gemm, pairs, per_column, per_row, row_sums, rsqrt, silu
 from coda_agent.primitives.compiler.lower import lower
-from coda_agent.primitives.derive import derive
+from coda_agent.primitives.derive import Derived, derive
 from coda_agent.primitives.derive.ledger import count
 from coda_agent.primitives.derive.ranges import joined
 from coda_agent.primitives.derive.reference import reference as text_of
@@ -327,12 +327,17 @@ def test_no_gradient_divides_by_a_scale_that_may_be_zero(scale: str, least: floa
         ("minimum(1, maximum(-1, t))", "M, 4*H"), ("t * rsqrt(t.columns)", "M, 4*H"),
         ("maximum(cos(0.5) + 1, t)", "M, 4*H"), ("t * gelu(silu(0.5))", "M, 4*H"),
         ("row_max(t)", "M"), ("row_abs_max(t)", "M"), ("column_max(t)", "4*H"), ("column_abs_max(t)", "4*H"),
-        ("head_abs_max(t, 4)", "M, H"),
+        ("head_abs_max(t, 4)", "M, H"), ("column_sums((column_index(t) < 3) * per_column(b))", "4*H"),
+        ("column_sums(in_columns(t, 0, H) * per_column(b))", "4*H"),
     ],
 )  # fmt: skip
 def test_a_program_has_a_text_that_pytorch_runs(value: str, shape: str) -> None:
     dtype = "bf16" if "," in shape else "fp32"
-    own = signature({"x": tensor("M, K"), "w": tensor("4*H, K")}, {"y": tensor(shape, dtype)})
+    own = signature(
+        {"x": tensor("M, K"), "w": tensor("4*H, K"), "b": tensor("4*H", "fp32")},
+        {"y": tensor(shape, dtype)},
+        ("H",),
+    )
     program = trace(own, "t = gemm(x, w.mT)", f"return {{'y': {value}}}")
     sizes = {"M": 6, "H": 2, "K": 8}
     torch.manual_seed(0)
@@ -342,3 +347,65 @@ def test_a_program_has_a_text_that_pytorch_runs(value: str, shape: str) -> None:
     exec(text_of(program), names)
     assert error(names["y"], evaluate(program, inputs, sizes)["y"]) < 1e-12
     assert names["y"].dtype == torch.float64
+
+
+def gradients_agree(program: Program, sizes: dict[str, int], **asked: Any) -> Derived:
+    """Derive a backward, and compare its gradients with autograd's."""
+    derived, own = derive(program, sizes, **asked), program.signature
+    torch.manual_seed(0)
+    inputs = {n: torch.randn([d(sizes) for d in t.shape]).double() for n, t in own.inputs.items()}
+    leaves = {n: t.requires_grad_() for n, t in inputs.items()}
+    made = evaluate(program, leaves, sizes)
+    given = {n: torch.randn(t.shape).double() for n, t in made.items()}
+    sum((made[n] * given[n]).sum() for n in made).backward()  # type: ignore[union-attr]
+    whole = joined(program)
+    memory = {n: t.detach() for n, t in {**leaves, **evaluate(whole.program, leaves, sizes)}.items()}
+    memory |= {f"d_{n}": g for n, g in given.items()}
+    memory |= {f"d_{n}": torch.cat([given[p] for p in parts], 1) for n, parts in whole.parts.items()}
+    for name, found in backward(program, derived, memory, sizes).items():
+        truth = leaves[name.removeprefix("d_")].grad
+        assert truth is not None and error(found, truth) < 1e-9, name
+    return derived
+
+
+def test_a_tile_and_its_ranges_add_their_gradients() -> None:
+    outputs = {"q": tensor("M, P"), "k": tensor("M, P"), "t": tensor("M, 2*P")}
+    own = signature({"x": tensor("M, K"), "w": tensor("2*P, K")}, outputs, ("P",))
+    ends = "'q': column_range(t, 0, P), 'k': column_range(t, P, P)"
+    gradients_agree(trace(own, "t = gemm(x, w.mT)", f"return {{{ends}, 't': t}}"), {"M": 8, "K": 8, "P": 8})
+
+
+@pytest.mark.parametrize("width", ["F", "H*P"])
+def test_half_as_wide_outputs_of_several_dims_are_solvable(width: str) -> None:
+    own = signature({"x": tensor("M, K"), "w": tensor(f"2*{width}, K")}, {"y": tensor(f"M, {width}")})
+    program = trace(own, "a, b = pairs(gemm(x, w.mT))", "return {'y': a + b}")
+    gradients_agree(program, dict.fromkeys(own.dims, 4))
+
+
+def test_a_backward_reads_no_fp8_output() -> None:
+    own = signature({"x": tensor("M, K"), "w": tensor("N, K")}, {"y": tensor("M, N", "fp8_e5m2")})
+    derived = derive(trace(own, "return {'y': exp(gemm(x, w.mT))}"), {"M": 16, "N": 16, "K": 16})
+    assert "y" in derived.recomputed and "y" not in derived.stored
+
+
+def test_a_row_that_is_spread_over_a_tile_fills_all_lanes() -> None:
+    """A gradient that is one number per row is stored in every column of its tile."""
+    inputs = {n: tensor("K, K" if n in "wc" else "M, K") for n in "xwzac"}
+    own = signature(inputs, {"y": tensor("M, K"), "s": tensor("M", "fp32")})
+    lines = ("s = row_sums(gemm(x, w.mT) + z)", "return {'y': gemm(a, c.mT) * per_row(s), 's': s}")
+    derived = gradients_agree(trace(own, *lines), {"M": 16, "K": 16}, wrt=["a", "z"])
+    assert derived.program is not None
+    (store,) = {i for i in derived.program.outputs.values() if derived.program.nodes[i].op == "as_tile"}
+    text = lower(derived.program).text
+    assert f"o{store}[2 * i + 0] = " in text and f"o{store}[2 * i + 1] = " in text
+
+
+def test_a_branch_of_an_extremum_keeps_its_tile() -> None:
+    inputs = {"x": tensor("M, K"), "w": tensor("H*P, K"), "r": tensor("P"), "b": tensor("H*P")}
+    lines = (
+        "t = gemm(x, w.mT)",
+        "m = minimum(per_head(r), t)",
+        "return {'y': where(m < per_column(b), per_column(b), m)}",
+    )
+    program = trace(signature(inputs, {"y": tensor("M, H*P")}, ("P",)), *lines)
+    gradients_agree(program, {"M": 16, "K": 8, "H": 2, "P": 4}, wrt=["x"])
