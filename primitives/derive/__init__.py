@@ -81,7 +81,11 @@ def _inputs_to_differentiate(program: Program, wrt: Collection[str] | None) -> t
             raise ProgramError("wrt", f"there is no input {name!r}; it has {', '.join(signature.inputs)}")
         if name not in floats:
             raise ProgramError("wrt", f"input {name!r} holds integers, which have no gradient")
-    return floats if wrt is None else tuple(wrt)
+    wanted = floats if wrt is None else tuple(wrt)
+    for name in wanted:
+        if taken := {f"d_{name}", f"d_{name}_parts"} & {*signature.inputs, *signature.outputs}:
+            raise ProgramError("wrt", f"{min(taken)!r} would name the gradient of {name!r} too: rename it")
+    return wanted
 
 
 def _incoming(whole: Joined, of: Collection[str] | None, behind: str | None) -> tuple[str, ...]:

@@ -75,6 +75,9 @@ class _Cutter:
         # Later steps first, because they decide which tiles an earlier step must store.
         for step in reversed(self.steps):
             self.collect(step)
+            if not step.stores and not step.reductions:
+                words = "only the shape of this gemm's result is used: use another tile of this shape"
+                raise self.fail("graph", words, step.gemm)
             self.check_grouped(step)
         if not self.steps:
             raise ProgramError("homeless", "the kernel calls no gemm, so there is no epilogue to fuse into")

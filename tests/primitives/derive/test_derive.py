@@ -368,6 +368,12 @@ def gradients_agree(program: Program, sizes: dict[str, int], **asked: Any) -> De
     return derived
 
 
+def test_a_tensor_named_as_a_gradient_is_refused() -> None:
+    own = signature({"d_x": tensor("M, N"), "x": tensor("M, K"), "w": tensor("N, K")}, {"y": tensor("M, N")})
+    with pytest.raises(ProgramError, match="'d_x' would name the gradient of 'x' too: rename it"):
+        derive(trace(own, "return {'y': gemm(x, w.mT) * d_x}"), {"M": 8, "N": 8, "K": 8})
+
+
 def test_a_tile_and_its_ranges_add_their_gradients() -> None:
     outputs = {"q": tensor("M, P"), "k": tensor("M, P"), "t": tensor("M, 2*P")}
     own = signature({"x": tensor("M, K"), "w": tensor("2*P, K")}, outputs, ("P",))

@@ -416,6 +416,11 @@ def test_rows_and_columns_alone_make_a_tile_that_rides_along() -> None:
     assert sorted(said(program, step.stores)) == ["a", "o"] and step.loads == []
 
 
+def test_a_gemm_needs_more_use_than_its_shape() -> None:
+    error = refused(ONE, H, "u = gemm(r, q)", "return {'o': h * column_index(u)}")
+    assert error.line == 5 and "only the shape" in error.message
+
+
 UPDATES: dict[str, tuple[dict[str, TensorType], dict[str, str], tuple[str, ...], int | None]] = {
     # each entry: the outputs, the inputs that they overwrite, the kernel, and the refused line or None
     "read where it is made": ({"o": tensor("M, N")}, {"o": "r"}, (H, "return {'o': h + r}"), None),
