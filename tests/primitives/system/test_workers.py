@@ -171,17 +171,22 @@ def test_workers_end_with_their_parent(tmp_path: Path, by: signal.Signals):
             os.kill(forked, signal.SIGKILL)
 
 
-def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):
-    script = tmp_path / "script.py"
+def said_by_script(folder: Path, *lines: str) -> str:
+    """Run a script that has no main guard; return its standard output."""
+    script = folder / "script.py"
     script.write_text(
-        "import os.path\nfrom coda_agent.primitives.system import workers\n"
-        "print(workers.run_all(os.path.isabs, ['/', 'a', '/b']), flush=True)\n"
+        "\n".join(["import os", "from coda_agent.primitives.system.workers import run_all", *lines])
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "QUACK_COMPILE_WORKERS": "2"}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "[True, False, True]\n", done.stderr
+    return done.stdout or done.stderr
+
+
+def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):
+    said = said_by_script(tmp_path, "print(run_all(os.path.isabs, ['/', 'a', '/b']))")
+    assert said == "[True, False, True]\n"
 
 
 def test_a_child_outlives_the_thread_that_started_it():
@@ -194,20 +199,14 @@ def test_a_child_outlives_the_thread_that_started_it():
 
 
 def test_a_fork_has_its_own_workers(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os\nfrom coda_agent.primitives.system import workers\n"
-        "def absolute(): return workers.run_all(os.path.isabs, ['/', 'a'])\n"
-        "first, fork = absolute(), os.fork()\n"
-        "again = absolute()\n"
-        "if not fork: os._exit(again != [True, False])\n"
-        "print(first, again, os.waitpid(fork, 0)[1])\n"
+    said = said_by_script(
+        tmp_path,
+        "first, fork = run_all(os.path.isabs, ['/', 'a']), os.fork()",
+        "again = run_all(os.path.isabs, ['/', 'a'])",
+        "if not fork: os._exit(again != [True, False])",
+        "print(first, again, os.waitpid(fork, 0)[1])",
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "QUACK_COMPILE_WORKERS": "2"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "[True, False] [True, False] 0\n", done.stderr
+    assert said == "[True, False] [True, False] 0\n"
 
 
 def test_a_gpu_worker_of_another_environment_is_not_given_our_pythonpath(
