@@ -80,15 +80,20 @@ class Driver:
     bug: BaseException | None = None
 
     def unfinished(self, names: Sequence[str]) -> list[str]:
-        """The runs that can continue: unfinished runs, runs that ended early, and runs whose kernel this
-        session can still measure. If the command gave new options, all runs can continue."""
-        last: dict[str, str | None] = dict.fromkeys(names)
-        for event in self.sweep.journal.events():
-            if event.kind == "ended":
-                last[event.payload["run"]] = event.payload["stopped"]
-        if self.given:
-            return list(names)
-        return [name for name in names if last[name] != "" or (self.measuring and _checked(name))]
+        """The runs that can continue: unfinished runs, runs that ended early, runs whose kernel this session
+        can still measure, and runs whose kernel an imported measurement rejects. If the command gave new
+        options, all runs can continue."""
+        ended = {e.payload["run"]: e.payload for e in self.sweep.journal.events() if e.kind == "ended"}
+
+        def continues(name: str) -> bool:
+            if self.given or name not in ended or ended[name]["stopped"]:
+                return True
+            now = history.past_of(name).status
+            if now == "checked":
+                return self.measuring is not None
+            return now == "rejected" and ended[name].get("status") == "checked"
+
+        return [name for name in names if continues(name)]
 
     def news(self) -> list[str]:
         """Lines on the sweep's state, for output without a live table."""
@@ -137,7 +142,7 @@ class Driver:
         if problem:
             self.problems[name] = problem
         self.ended.append(f"{name}: {status}" + (f", stopped: {problem}" if problem else ""))
-        self.sweep.record("ended", {"run": name, "stopped": problem})
+        self.sweep.record("ended", {"run": name, "stopped": problem, "status": status})
 
     def _authored(self, name: str) -> Outcome:
         lost, voids = 0, 0
@@ -262,10 +267,6 @@ class _OnSlots:
 def spent_before(names: Sequence[str]) -> dict[str, Spent]:
     """Return what each run has spent so far."""
     return {name: history.past_of(name).spent for name in names}
-
-
-def _checked(name: str) -> bool:
-    return history.past_of(name).status == "checked"
 
 
 class _Refused(Exception):

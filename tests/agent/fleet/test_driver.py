@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import HEADER, TOY_KERNEL, TURNED, Scripted, fenced, make_run, measured, write_toy
+from authoring import HEADER, TOY_KERNEL, TURNED, Scripted, fenced, make_run, measured, slow, write_toy
 from slots import FakeExecutor, FakeSlot
 from waiting import eventually
 
@@ -231,6 +231,25 @@ def test_a_bundle_s_entries_are_measured_on_several_gpus(toy: Path, tmp_path: Pa
     assert len(gpus.slots[1].ran) == 2  # two kernels: the third entry has the kernel of the first
     assert "GPU-1" in pool.left_out and not (tmp_path / "results.json.partial").exists()
     assert [name for name, _ in bundle.take(out)] == names
+
+
+def test_a_run_that_an_imported_measurement_rejects_can_continue(toy: Path, tmp_path: Path) -> None:
+    made = sweep.create({"limits": {}})
+    run = runs.start(toy, HEADER)
+    run.journal.close()
+    made.once("run/0", "run", lambda: {"run": run.name})
+    driver = Driver(made, Gpus(fast).pool(made.record), Purse(), RunLimits(), None)
+    driver.start(driver.unfinished([run.name])).join(100)
+    assert driver.unfinished([run.name]) == []
+    (entry,) = bundle.pack([run.name], tmp_path / "bundle.json").entries
+    verdict = slow(run.spec).model_dump(mode="json")
+    result = bundle.KernelResult(
+        run=run.name, attempt=entry.attempt, identity=entry.identity, measurement=verdict
+    )
+    bundle.write(tmp_path / "results.json", bundle.BundleResults(results=(result,)))
+    assert len([*bundle.take(tmp_path / "results.json")]) == 1
+    assert driver.unfinished([run.name]) == [run.name]
+    made.close()
 
 
 def test_ctrl_c_ends_every_run_and_says_how_to_go_on(
