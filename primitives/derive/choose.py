@@ -46,7 +46,8 @@ class Search:
         self.request, self.limit, self.fixed = request, limit, fixed
         self.sizes = {NEXT: NEXT_SIZE, **sizes}
         self.program, self.types = request.program, request.program.types()
-        self.rows = self.program.signature.outputs[next(iter(self.program.outputs))].shape[0](self.sizes)
+        shapes = [tensor.shape for tensor in self.program.signature.outputs.values()]
+        self.rows = next((s for s in shapes if len(s) == 2), shapes[0])[0](self.sizes)
         self.tried: dict[BackwardPlan, tuple[Cost, Derived | None]] = {}
         self.traffic: list[Traffic] = []
         self.wanted: dict[BackwardPlan, set[int]] = {}  # the forward nodes whose values each backward needs
@@ -174,12 +175,13 @@ def forced(program: Program, save: Collection[str], recompute: Collection[str]) 
             number = name.removeprefix("node").strip()
             if name in program.outputs:
                 index = program.outputs[name]
-            elif number.isdigit() and int(number) < len(program.nodes):
+            elif number.isdecimal() and int(number) < len(program.nodes):
                 index = int(number)
             else:
                 known = ", ".join(program.outputs)
                 raise ProgramError("save", f"there is no output or node {name!r}; outputs are {known}")
             if program.types()[index].kind not in LEAVES or program.nodes[index].op == "input":
                 raise ProgramError("save", f"{name!r} is no tile or vector that the forward computes")
-            storage[index] = keep
+            if storage.setdefault(index, keep) is not keep:
+                raise ProgramError("save", f"{name!r} is to be stored, and not to be: leave one out")
     return storage

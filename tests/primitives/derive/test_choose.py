@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from derived import backward, error, evaluate
+from kernels import signature, tensor, trace
 
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import roofline
@@ -127,6 +128,26 @@ def test_a_limit_that_cannot_be_met_says_what_can() -> None:
     with pytest.raises(ProgramError) as refused:
         derive(program, {"M": 64, "D": 32, "V": 128}, wrt=["w"], of=["lse"], save_bytes=3)
     assert refused.value.code == "save_bytes" and "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("column", ["a", "z"])
+def test_rows_are_those_of_a_tile(column: str) -> None:
+    """The limit on bytes per row does not depend on the order of the outputs' names."""
+    outputs = {column: tensor("N", "fp32"), "y": tensor("M, N")}
+    own = signature({"x": tensor("M, K"), "w": tensor("N, K")}, dict(sorted(outputs.items())))
+    lines = ("t = gemm(x, w.mT)", f"return {{{column!r}: column_sums(t * t), 'y': tanh(t)}}")
+    program = Program.from_json(trace(own, *lines).to_json())
+    derived = derive(program, {"M": 4096, "N": 256, "K": 256}, save_bytes=1000, recompute=["y"])
+    assert [program.nodes[i].op for i in derived.saves.values()] == ["gemm"]
+
+
+def test_what_is_saved_and_recomputed_is_refused() -> None:
+    own = signature({"x": tensor("M, K"), "w": tensor("N, K")}, {"y": tensor("M, N")})
+    program = trace(own, "return {'y': tanh(gemm(x, w.mT))}")
+    with pytest.raises(ProgramError, match="'y' is to be stored, and not to be"):
+        derive(program, {"M": 8, "N": 8, "K": 8}, save=["y"], recompute=["y"])
+    with pytest.raises(ProgramError, match="no output or node 'node ²'"):
+        derive(program, {"M": 8, "N": 8, "K": 8}, save=["node ²"])
 
 
 def test_the_choice_can_be_forced() -> None:
