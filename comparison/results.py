@@ -139,6 +139,10 @@ class Results(_ResultsModel):
         """The sessions of a row, oldest first."""
         return [s for s in self.sessions if s.row == (operator, case)]
 
+    def latest(self, operator: str, case: str) -> Present | None:
+        """A row at its latest request."""
+        return self.present.get(operator, {}).get(case)
+
     def gpus(self) -> set[str]:
         """The GPUs of all sessions; ``comparison.measuring`` allows only one GPU."""
         told = {str(s.conditions["gpu"]) for s in self.sessions if "gpu" in s.conditions}

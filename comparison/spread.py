@@ -141,8 +141,8 @@ def merged(results: Results, part: Results, rows: tuple[Row, ...]) -> Results:
     others = tuple(s for s in results.sessions if s.row not in named)
     present, absent = dict(results.present), dict(results.absent)
     for row in rows:
-        if row.case in part.present.get(row.operator, {}):
-            new = {row.case: part.present[row.operator][row.case]}
+        if latest := part.latest(row.operator, row.case):
+            new = {row.case: latest}
             present[row.operator] = present.get(row.operator, {}) | new
             absent[row.operator] = absent.get(row.operator, {}) | part.absent.get(row.operator, {})
     return results.model_copy(

@@ -28,6 +28,7 @@ from coda_agent.agent.options import (
     typed_options,
 )
 from coda_agent.agent.terminal.safe_text import echo
+from coda_agent.primitives.errors import Absent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -165,8 +166,10 @@ def _drive(
             setup.free_stdout(as_json),
             _pool(ray, gpu, made.record, made.left_out(), made.kind()) as pool,
         ):
-            if gpu:
+            if gpu and ray is not None:
                 pool.await_gpu()
+            elif gpu and not pool.gpus:
+                raise Absent("the sweep has excluded every H100 here; add --readmit, or leave out --gpu")
             wanted = measuring.options() if gpu is not False and (pool.gpus or ray) else None
             driver = Driver(made, pool, purse, limits, wanted, given or {})
             thread = driver.start(driver.unfinished(names), at_once)

@@ -108,7 +108,7 @@ def _with_other_kernel(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
 
 
 def _row(results: Results, operator: str, case: str) -> _Row:
-    return _Row(results.of(operator, case), results.present.get(operator, {}).get(case))
+    return _Row(results.of(operator, case), results.latest(operator, case))
 
 
 class _Ratio(NamedTuple):

@@ -129,7 +129,7 @@ def _sessions(line: TableRow, results: Results) -> list[tuple[str, ...]]:
     sessions = results.of(line.operator, line.case)
     arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}
     last = {name: arm.key for session in sessions for name, arm in session.arms.items()}
-    if present := results.present.get(line.operator, {}).get(line.case):
+    if present := results.latest(line.operator, line.case):
         last |= present.keys
     rows: list[tuple[str, ...]] = []
     for place, session in enumerate(sessions, 1):

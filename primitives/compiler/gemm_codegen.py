@@ -301,7 +301,7 @@ class StepWriter(Writer):
         arguments = [self.value(a, values) for a in values_read(self.program, index)]
         if operation.lanes:
             lanes = operation.lanes(*arguments)
-            if node.op == "as_tile" and len(lanes) == 1:  # a row's lanes share one value
+            if self.steps.types[index].kind == "tile" and len(lanes) == 1:  # a row's lanes share one value
                 lanes = lanes * int(2 * self.resources.width(index))
             values[index] = lanes
             return

@@ -55,9 +55,9 @@ def derive(
                 "accumulate",
                 f"the gradient of {name!r} is not requested; only those of {', '.join(wanted)} are",
             )
-    request = BackwardRequest(
-        whole.program, wanted, _incoming(whole, of, behind), behind, tuple(positive), tuple(accumulate)
-    )
+    of = _incoming(whole, of, behind)
+    added = tuple(dict.fromkeys(accumulate))
+    request = BackwardRequest(whole.program, wanted, of, behind, tuple(positive), added)
     return Search(request, sizes, save_bytes, forced(whole.program, save, recompute)).best()
 
 
@@ -103,5 +103,5 @@ def _incoming(whole: Joined, of: Collection[str] | None, behind: str | None) -> 
         if name in heads:
             why = f"output {name!r} is {heads[name]}, whose gradient no kernel reads"
             raise ProgramError("of", f"{why}: leave it out of --of")
-    chosen = tuple(n for n in outputs if n not in heads) if of is None else tuple(of)
+    chosen = tuple(n for n in outputs if n not in heads) if of is None else tuple(dict.fromkeys(of))
     return chosen if behind is None or behind in chosen else (*chosen, behind)

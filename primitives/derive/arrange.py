@@ -109,7 +109,7 @@ class PlannedBackward:
 
     def derive(self) -> Derived:
         request, nodes = self.request, self.program.outputs
-        incoming = {n: self.declare(f"d_{n}", nodes[n]) for n in dict.fromkeys(request.of)}
+        incoming = {n: self.declare(f"d_{n}", nodes[n]) for n in request.of}
         trace = Simplifier(self.signature(), self.plan.moves)
         self.used = trace.used
         reverse = Reverse(self.program, trace, self.stored, request.positive)

@@ -368,6 +368,14 @@ def gradients_agree(program: Program, sizes: dict[str, int], **asked: Any) -> De
     return derived
 
 
+def test_an_output_asked_for_twice_has_one_gradient() -> None:
+    own = signature({"x": tensor("M, K"), "w": tensor("N, K")}, {"y": tensor("M, N")})
+    program, sizes = trace(own, "return {'y': tanh(gemm(x, w.mT))}"), dict.fromkeys("MNK", 8)
+    assert derive(program, sizes, of=["y", "y"]) == derive(program, sizes, of=["y"])
+    once = derive(program, sizes, accumulate=["w"])
+    assert derive(program, sizes, accumulate=["w", "w"]) == once
+
+
 def test_a_tensor_named_as_a_gradient_is_refused() -> None:
     own = signature({"d_x": tensor("M, N"), "x": tensor("M, K"), "w": tensor("N, K")}, {"y": tensor("M, N")})
     with pytest.raises(ProgramError, match="'d_x' would name the gradient of 'x' too: rename it"):
