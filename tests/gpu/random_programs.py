@@ -1,17 +1,11 @@
-"""A task for ``primitives.system.workers``: compile one random program, run it on the GPU, and compare its
-outputs with the interpreter's.
-
-Each case has its own process, so that a kernel that hangs or faults ends only its own case.
-"""
+"""A task of a GPU worker: compile one random program, run it, and compare its outputs with the
+interpreter's."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import json
 import traceback
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -42,7 +36,6 @@ ERRORS: tuple[type[Exception], ...] = (
     TypeError,
     *refusals(),
 )
-SECONDS = 150  # limit for one case; compiling takes most of the time
 
 
 class Limits(NamedTuple):
@@ -113,22 +106,17 @@ def case(seed: int) -> Case | None:
     return Case(seed, made, program, sizes, schedules)
 
 
-def run_case(task: tuple[int, str]) -> bool:
-    """Compile and run the program that the task's seed determines, and compare its outputs with the
-    interpreter's. Write the findings to the task's file as JSON. Return True if there was no error."""
-    seed, path = task
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    found: dict[str, Any] = {"seed": seed, "error": ""}
+def run_case(seed: int) -> dict[str, Any]:
+    """Compile and run the program that the seed determines, and compare its outputs with the interpreter's.
+    Return the findings. Raises RuntimeError after a GPU fault, from which the process cannot recover."""
+    chosen = case(seed)
+    assert chosen is not None  # the caller passes only seeds whose programs trace
     try:
-        chosen = case(seed)
-        assert chosen is not None  # the caller passes only seeds whose programs trace
-        found |= check(chosen)
+        found = check(chosen)
     except ERRORS:
-        found["error"] = traceback.format_exc(limit=-6)[-3000:]
-    faulthandler.cancel_dump_traceback_later()
-    Path(path).write_text(json.dumps(found), encoding="utf-8")
-    torch.cuda.synchronize()  # after a GPU fault this raises; the process must end, since it cannot recover
-    return not found["error"]
+        found = {"error": traceback.format_exc(limit=-6)[-3000:]}
+    torch.cuda.synchronize()
+    return found
 
 
 def check(chosen: Case) -> dict[str, Any]:
@@ -230,10 +218,3 @@ def account(chosen: Case) -> Mapping[str, Any]:
         "signature": chosen.made.signature.to_json(),
         "source": chosen.made.source,
     }
-
-
-def read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(FileNotFoundError):
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-    return {"error": f"the process died, or took more than {SECONDS} s"}

@@ -11,18 +11,20 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from checkout import PYTHONPATH
-from random_programs import Case, account, case, operations, read, run_case
+from random_programs import Case, account, case, operations, run_case
 
 from coda_agent.primitives.lang.ir import OPERATIONS
-from coda_agent.primitives.system import workers
+from coda_agent.verifier.gpu.worker import Lost, Worker
 
 HERE = Path(__file__).parent
+SECONDS = 150  # limit for one case; compiling takes most of the time
 
 
 class Sample(NamedTuple):
@@ -44,16 +46,37 @@ def draw_cases(wanted: int, first: int) -> tuple[list[Case], int]:
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory, fresh_workers: None) -> Iterator[Sample]:
+def sample() -> Iterator[Sample]:
     wanted = int(os.environ.get("CODA_AGENT_GPU_PROGRAMS", "200"))
     cases, refused = draw_cases(wanted, int(os.environ.get("CODA_AGENT_GPU_SEED", "0")))
-    folder = tmp_path_factory.mktemp("found")
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), PYTHONPATH]))
-        workers.run_all(run_case, [(c.seed, str(folder / f"{c.seed}.json")) for c in cases])
-    found = [read(folder / f"{c.seed}.json") for c in cases]
-    yield Sample(cases, found, refused, time.monotonic() - start)
+        found = run_cases([c.seed for c in cases])
+    yield Sample(cases, [found[c.seed] for c in cases], refused, time.monotonic() - start)
+
+
+def run_cases(seeds: list[int]) -> dict[int, dict[str, Any]]:
+    """Run the cases in parallel, and return their findings by seed. After a case that hangs or faults, the
+    next case gets a new process."""
+    found: dict[int, dict[str, Any]] = {}
+    left = iter(seeds)  # the threads share it
+
+    def run_some() -> None:
+        worker = Worker()
+        for seed in left:
+            try:
+                found[seed] = worker.ask(run_case, seed, patience=SECONDS)
+            except Lost as lost:
+                found[seed] = {"error": lost.message}
+                worker = Worker()
+        worker.close()
+
+    processes = os.cpu_count() or 1
+    with ThreadPoolExecutor(processes) as threads:
+        for running in [threads.submit(run_some) for _ in range(processes)]:
+            running.result()
+    return found
 
 
 def test_random_programs_agree_with_the_interpreter(
