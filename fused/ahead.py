@@ -13,7 +13,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.launchable import check_sizes
-from coda_agent.primitives.runtime.tune import to_compile
+from coda_agent.primitives.runtime.precompile import to_compile
 from coda_agent.primitives.system.workers import run_jobs
 
 H100 = "NVIDIA H100 80GB HBM3"  # on a machine without a GPU, ``build`` compiles for this GPU

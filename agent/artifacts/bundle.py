@@ -155,7 +155,8 @@ def _objects(
     schedules that tuning may measure. The incumbent's schedules determine what tuning may measure."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
-    from coda_agent.primitives.runtime.tune import compile_all, within_reach
+    from coda_agent.primitives.runtime.precompile import compile_all
+    from coda_agent.primitives.runtime.tune import within_reach
 
     program, lowered = kernel.program, kernel.lowered
     for case in spec.cases:

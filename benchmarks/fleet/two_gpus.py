@@ -244,7 +244,7 @@ def take_node(cluster: Any, node: Any, record: PoolEvents) -> None:
 def own_jobs(path: Path) -> list[workers.Job]:
     """The compilations with which the tuning of the bundle's entries begins."""
     from coda_agent.primitives.compiler.probe_schedules import candidates
-    from coda_agent.primitives.runtime.tune import to_compile
+    from coda_agent.primitives.runtime.precompile import to_compile
 
     jobs: list[workers.Job] = []
     for entry in bundles.read(path).entries:

@@ -27,7 +27,8 @@ from coda_agent.primitives.runtime.launchable import (
     check_tensors,
     dense,
 )
-from coda_agent.primitives.runtime.tune import cached, to_compile, tuned_schedules
+from coda_agent.primitives.runtime.precompile import to_compile
+from coda_agent.primitives.runtime.tune import cached, tuned_schedules
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import KERNELS, read_json
 

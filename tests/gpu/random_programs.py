@@ -22,7 +22,7 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.executable import Plan
-from coda_agent.primitives.runtime.tune import refusals
+from coda_agent.primitives.runtime.precompile import refusals
 from coda_agent.verifier.gpu.guards import POISONS, Guarded, untouched
 
 DEVICE = "cuda"

@@ -41,7 +41,7 @@ def tune_toy(asked: dict[str, str]) -> dict[str, Any]:
     from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.primitives.compiler.probe_schedules import PROBES
     from coda_agent.primitives.lang.ir import Program
-    from coda_agent.primitives.runtime.tune import compile_all, to_compile
+    from coda_agent.primitives.runtime.precompile import compile_all, to_compile
 
     kernel = KernelSource(Program.from_json(asked["program"], spec_of(asked["spec"]).signature()))
     wanted = [(0, schedule) for schedule in PROBES]

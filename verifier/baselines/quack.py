@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from coda_agent.primitives.compiler.jit import objects
 from coda_agent.primitives.compiler.probe_schedules import starting
 from coda_agent.primitives.lang.schedule import SWIZZLES
+from coda_agent.primitives.runtime.precompile import refusals
 from coda_agent.primitives.runtime.race import race_calls
 from coda_agent.primitives.runtime.tune import FORMAT as SEARCHED
-from coda_agent.primitives.runtime.tune import leaders, ranking, refusals
+from coda_agent.primitives.runtime.tune import leaders, ranking
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
 from coda_agent.verifier.baselines.pytorch import products

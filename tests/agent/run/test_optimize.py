@@ -268,7 +268,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, results = tmp_path / "bundle.json", tmp_path / "results.json"
     wanted: list[tuple[int, Schedule]] = []
     monkeypatch.setattr(
-        "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])
+        "coda_agent.primitives.runtime.precompile.compile_all", lambda *given: wanted.extend(given[2])
     )
     bundle.pack([run.name], path)
     assert {(0, s) for s in (*PROBES, Schedule(swizzle=16), Schedule(256, 128, False))} <= set(wanted)

@@ -245,7 +245,7 @@ def test_the_gates_of_a_gpu_try_what_the_compile_gate_does() -> None:
 def test_a_bundle_holds_objects_of_what_is_tried_there(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[tuple[int, Schedule]] = []
     monkeypatch.setattr(
-        "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])
+        "coda_agent.primitives.runtime.precompile.compile_all", lambda *given: wanted.extend(given[2])
     )
     monkeypatch.setattr("coda_agent.primitives.raw.packed", lambda lowered: {})
     spec = load(SPECS / "gemm_rmsnorm.yaml", check=False)
@@ -260,7 +260,7 @@ def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     incumbent's report does not name."""
     wanted: list[tuple[int, Schedule]] = []
     monkeypatch.setattr(
-        "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])
+        "coda_agent.primitives.runtime.precompile.compile_all", lambda *given: wanted.extend(given[2])
     )
     monkeypatch.setattr("coda_agent.primitives.raw.packed", lambda lowered: {})
     spec = load(SPECS / "gemm_relu2.yaml", check=False)

@@ -23,8 +23,8 @@ from coda_agent.primitives.raw import child
 from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.runtime import compile as compiling
 from coda_agent.primitives.runtime.compile import compile_gemm, report
+from coda_agent.primitives.runtime.precompile import compile_all
 from coda_agent.primitives.runtime.sass import disassemble
-from coda_agent.primitives.runtime.tune import compile_all
 from coda_agent.primitives.system.files import write_atomic
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_workers")]

@@ -22,7 +22,7 @@ from coda_agent.primitives.compiler.probe_schedules import PROBES, operand_stage
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime import compile as compiling
-from coda_agent.primitives.runtime import tune
+from coda_agent.primitives.runtime import precompile
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import cache_dir, write_atomic
@@ -424,9 +424,9 @@ def test_the_deepest_stack_of_what_was_compiled(tmp_path: Path) -> None:
 def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Schedule(128, 160, True, 1, 2, evict_stores=True)
     other = chosen._replace(evict_loads=True)
-    assert tune.compile_all(KernelSource(NORM.program), NORM.sizes, [(0, chosen)]) == [True]
+    assert precompile.compile_all(KernelSource(NORM.program), NORM.sizes, [(0, chosen)]) == [True]
     # empty the table of compiled kernels, as in a new process, which knows only the files in the cache
-    monkeypatch.setattr(tune, "_compiled", {})
+    monkeypatch.setattr(precompile, "_compiled", {})
     asked = list[object]()
 
     def refuse(task: object, wanted: list[object]) -> list[bool]:
@@ -435,5 +435,5 @@ def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(workers, "run_all", refuse)
     both = [(0, chosen._replace(swizzle=2)), (0, other)]
-    assert tune.compile_all(KernelSource(NORM.program), NORM.sizes, both) == [True, False]
+    assert precompile.compile_all(KernelSource(NORM.program), NORM.sizes, both) == [True, False]
     assert len(asked) == 1

@@ -16,7 +16,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, editable, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.schedule import SMALL_TILES, TILES, Schedule
-from coda_agent.primitives.runtime import tune
+from coda_agent.primitives.runtime import precompile, tune
 from coda_agent.primitives.runtime.race import Load
 from coda_agent.primitives.target import H100
 
@@ -242,16 +242,16 @@ def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(
     for variable in ("CODA_AGENT_CACHE", "CUTE_DSL_DUMP_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
     for compiler in ("compile_gemm", "compile_vector"):
-        monkeypatch.setattr(tune, compiler, lambda *given: None)
+        monkeypatch.setattr(precompile, compiler, lambda *given: None)
     task = (program.to_json(), "{}", 0, schedule, None)
-    monkeypatch.setattr(tune, "MOST_STACK", -1)
-    assert not tune._compile_one(task)
-    monkeypatch.setattr(tune, "_compiled", {})
+    monkeypatch.setattr(precompile, "MOST_STACK", -1)
+    assert not precompile._compile_one(task)
+    monkeypatch.setattr(precompile, "_compiled", {})
     monkeypatch.setattr(
         "coda_agent.primitives.system.workers.run_all", lambda task, asked: [True for _ in asked]
     )
     asked = [(0, schedule), (0, schedule._replace(swizzle=16)), (0, Schedule())]
-    assert tune.compile_all(KernelSource(program), SIZES, asked) == [False, False, True]
+    assert precompile.compile_all(KernelSource(program), SIZES, asked) == [False, False, True]
 
 
 def test_load_counts_until_it_has_cooled_off() -> None:

@@ -453,7 +453,7 @@ def test_every_row_of_a_comparison_says_what_it_will_run(
     monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, device: draw(*given))
     monkeypatch.setattr(quack, "_here", lambda: ["a GPU", "1"])
     monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
-    monkeypatch.setattr("coda_agent.primitives.runtime.tune.compile_object", lambda *given: None)
+    monkeypatch.setattr("coda_agent.primitives.runtime.precompile.compile_object", lambda *given: None)
     monkeypatch.setattr(interleaved, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr("coda_agent.primitives.system.workers.run_jobs", asked.extend)
     chosen = rows.choose_rows((), ("1B",), everything=False, quick=False)
@@ -462,7 +462,7 @@ def test_every_row_of_a_comparison_says_what_it_will_run(
     assert said == [f"compiling what {len(chosen)} row(s) run"]
     per_task = Counter(task.__module__ for task, _ in asked)
     assert (
-        per_task["coda_agent.primitives.runtime.tune"] >= 10
+        per_task["coda_agent.primitives.runtime.precompile"] >= 10
         and per_task["coda_agent.verifier.baselines.quack"] > 300
     )
 
