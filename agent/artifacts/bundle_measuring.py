@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.artifacts.bundle import Bundle, BundleResults, KernelResult, PackedKernel, write
-from coda_agent.agent.storage.checkpoint import FilePieces
+from coda_agent.agent.storage.checkpoint import SAME, FilePieces
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.verifier.gates import Progress, identity, silent
+from coda_agent.verifier.gpu.visible import visible_gpus
 from coda_agent.verifier.report import Measurement, QuackTuned, Unmeasured
 from coda_agent.verifier.spec.file import SpecError, of_text
 from coda_agent.verifier.spec.model import Spec
@@ -45,9 +46,9 @@ def measure(
     path: Path, bundle: Bundle, out: Path, options: MeasureOptions, *, progress: Callable[[str], Progress]
 ) -> BundleResults:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each entry. Stages that
-    are stored in ``out``.partial are not measured again. Raises InvalidInput if the bundle is damaged, or if
-    this machine lowers a program to another text than the checking machine did. The error's message names
-    ``path``."""
+    this GPU stored in ``out``.partial are not measured again. Raises InvalidInput if the bundle is damaged,
+    or if this machine lowers a program to another text than the checking machine did. The error's message
+    names ``path``."""
     from coda_agent.verifier.stages import start_workers
 
     done, here, waiting = BundleResults(results=()), [], start_workers()
@@ -57,6 +58,7 @@ def measure(
             # Start the next entry's workers now, so that they import their modules during this measurement.
             here, waiting = waiting, start_workers() if place < len(checked) else []
             keep, said = stages(out, entry, options), progress(entry.run)
+            _forget_other_gpus(keep)
             found = whole(keep, partial(_measure_on, path, entry, spec, kernel, options, keep, said, here))
             made = identity(spec, kernel)
             result = KernelResult(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
@@ -69,6 +71,15 @@ def measure(
     return done
 
 
+def _forget_other_gpus(keep: FilePieces) -> None:
+    """Delete the stages of an unfinished measurement that began on another GPU, because one measurement must
+    not use two GPUs."""
+    here = {"gpu": next((gpu.uuid for gpu in visible_gpus()), "")}
+    if keep.load(WHOLE) is None and keep.load(SAME) != here:
+        keep.clear()
+        keep.save(SAME, here)
+
+
 def _close(workers: Iterable[Worker]) -> None:
     for worker in workers:
         worker.close()
@@ -76,13 +87,16 @@ def _close(workers: Iterable[Worker]) -> None:
 
 def whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
     """Return an entry's stored result if the entry was finished before an interruption; otherwise measure the
-    entry. A stored result never changes, because a user may already have imported that result."""
+    entry. A stored result never changes, because a user may already have imported that result. If the
+    measurement is invalid, its stages are deleted, so that the next call measures them again."""
     kept = keep.load(WHOLE)
     if kept is not None:
         return kept
     measurement = measured()
     found = measurement.model_dump(mode="json")
-    if not isinstance(measurement, Unmeasured):
+    if isinstance(measurement, Unmeasured):
+        keep.clear()
+    else:
         keep.save(WHOLE, found)
     return found
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.artifacts import bundle as bundles
 from coda_agent.agent.artifacts import bundle_measuring
-from coda_agent.agent.fleet.driver import SAME, VOIDS, measured_on
+from coda_agent.agent.fleet.driver import VOIDS, measured_on
 from coda_agent.agent.fleet.executor import SlotLost
 from coda_agent.agent.fleet.pool import LOSSES, GivenUp, Pool, Suspect
-from coda_agent.agent.storage.checkpoint import FilePieces
+from coda_agent.agent.storage.checkpoint import SAME, FilePieces
 from coda_agent.verifier.gates import Progress, identity
 from coda_agent.verifier.report import Measurement, Unmeasured
 

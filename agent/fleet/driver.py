@@ -28,6 +28,7 @@ from coda_agent.agent.run.loop import Loop, Outcome
 from coda_agent.agent.run.runs import Run
 from coda_agent.agent.run.task import AuthoringTask
 from coda_agent.agent.storage import quack_tunings
+from coda_agent.agent.storage.checkpoint import SAME
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.lang.ir import Program
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 SILENCE = 900.0
 MEASURING = 1800.0  # like SILENCE, for work on a GPU, which starts processes that have limits of their own
 UNMEASURED = "checked, not benchmarked: no GPU of the fleet was asked"
-SAME = "gpu"  # the stage that records which GPU a measurement runs on
 PER_SLOT = 4  # runs in progress per slot, so that slots have work while other runs wait for answers
 TICK = 0.05  # seconds between two looks whether another run may start
 VOIDS = 3  # a run or bundle entry ends after this many invalid measurements; resuming measures again

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from coda_agent.verifier.report import Identity
     from coda_agent.verifier.stages import Checkpoint
 
+SAME = "gpu"  # the stage that records which GPU a measurement runs on
+
 
 @dataclass
 class FilePieces:

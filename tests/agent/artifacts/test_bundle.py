@@ -11,6 +11,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +46,7 @@ from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.baselines.quack import MATMUL, OWN_TUNER
+from coda_agent.verifier.gpu import visible
 from coda_agent.verifier.incumbent import Incumbent, Known
 from coda_agent.verifier.measure import DEFAULT_ARMS, MeasureOptions
 from coda_agent.verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
@@ -391,6 +393,21 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
     assert not list(path.parent.glob("*.partial"))
 
 
+def test_another_gpu_measures_an_unfinished_entry_from_the_start(
+    packed: tuple[str, Path], spec: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, path = packed
+    bundle.pack([name, make_run(spec, TWICE)], path)
+    for uuid in ("GPU-1", "GPU-2"):
+        found = [visible.Gpu(uuid, "an H100", (9, 0))]
+        monkeypatch.setattr(bundle_measuring, "visible_gpus", lambda found=found: found)
+        gpu.cut_at = 2 if uuid == "GPU-1" else 0
+        with suppress(Cut):
+            measure(path)
+    assert gpu.cases == ["large", "wide", "ragged"] * 3  # the finished entry once, the other one twice
+    assert len(gpu.kernels) == 3
+
+
 def test_what_is_done_of_a_bundle_can_be_taken_home(
     packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
@@ -442,7 +459,9 @@ def test_a_void_entry_is_measured_again_where_a_bundle_goes_on(
     with pytest.raises(Cut):
         measure(path)
     assert isinstance([*bundle.take(path.with_name("results.json"))][0][1], Unmeasured)
+    gpu.cases.clear()
     assert isinstance([*bundle.take(measure(path))][0][1], Measured)
+    assert gpu.cases == ["large", "wide", "ragged"]  # of the first entry; the second entry's were finished
 
 
 def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: Gpu) -> None:
@@ -477,8 +496,8 @@ def test_a_cases_name_is_no_path(tmp_path: Path, gpu: Gpu) -> None:
     bundle.pack([make_run(spec)], tmp_path / "bundle.json")
     cut_off(tmp_path / "bundle.json", gpu)
     assert gpu.cases == ["large", "../../8/16"]
-    kept = [path for path in tmp_path.rglob("*.json") if path.name != "bundle.json"]
-    assert len(kept) == 2 and len({path.parent for path in kept}) == 1
+    kept = [path for path in tmp_path.rglob("*.json") if path.name != "bundle.json"]  # and the GPU
+    assert len(kept) == 3 and len({path.parent for path in kept}) == 1
     assert kept[0].parent.parent == tmp_path / "results.json.partial"
     measure(tmp_path / "bundle.json")
     assert gpu.cases == ["large", "../../8/16", "ragged"]
