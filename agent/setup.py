@@ -59,7 +59,7 @@ def new_author(
 
     provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *typed_options(authoring), *(["--directory"] if directory else ()))
-    given = {"directory": str(directory)} if directory else {}
+    given = {"directory": str(directory.absolute())} if directory else {}
     given |= providers.provider_spec(provider).header(run_context(name, edits=edits))
     refuse_uncounted(provider, limits, authoring.model)
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given

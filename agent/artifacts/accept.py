@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import errno
 import subprocess
+from collections.abc import Mapping
 from difflib import unified_diff
 from pathlib import Path
 
 from coda_agent.agent.run.loop import PIECE, STOPPED, Outcome
-from coda_agent.agent.run.runs import JOURNAL, folder
+from coda_agent.agent.run.runs import JOURNAL, Run, folder
 from coda_agent.agent.storage import atomic_files, record
 from coda_agent.agent.storage.journal import Record, Snapshot
 from coda_agent.agent.storage.kernel_files import RECORDINGS, consistent_files, files, recording_path
 from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.errors import Refused
-from coda_agent.primitives.system.files import KERNELS, ROOT, write_atomic
+from coda_agent.primitives.system.files import KERNELS, ROOT, SPECS, write_atomic
 from coda_agent.primitives.system.subprocesses import output
 from coda_agent.verifier.report import Accepted, Authorship, Rejected
 
@@ -49,6 +50,22 @@ def export(run: str, path: Path) -> Path:
     return path
 
 
+def new_spec(run: Run, specs: Path = SPECS) -> dict[Path, str]:
+    """Return the spec's file and text if ``specs`` has no spec of this name yet, so that the kernel can be
+    accepted with its spec. Raises Refused if ``specs`` has another spec of this name. Raises SpecError."""
+    from coda_agent.verifier.loading import load
+
+    path = specs / f"{run.spec.name}.yaml"
+    if not path.exists():
+        return {path: run.text}
+    if load(path, check=False).hash != run.spec.hash:
+        raise Refused(
+            f"run {run.name} has a spec that differs from {path}, so the kernel's evidence would not fit; "
+            "give one of the two specs another name, and generate the kernel for it"
+        )
+    return {}
+
+
 def accept(
     outcome: Outcome,
     journal: Record,
@@ -56,9 +73,11 @@ def accept(
     recordings: Path = RECORDINGS,
     *,
     looked: bool = False,
+    spec: Mapping[Path, str] | None = None,
 ) -> list[Path]:
     """Write an accepted kernel's files and its run's recording: either all files or none. ``looked``: whether
-    a person has read the kernel; if an author edited the code, this is required. Raises Refused if the run's
+    a person has read the kernel; if an author edited the code, this is required. ``spec``: the spec's file
+    and text, if it must be written too. Raises Refused if the run's
     result is not an accepted kernel, or if writing fails."""
     report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
@@ -87,7 +106,8 @@ def accept(
     *paths, evidence = files(name, directory, edited=edited)
     run = recording_path(name, recordings, edited=edited)
     texts = (outcome.source, kernel.program.to_json(), lowered.text)
-    written = dict(zip(paths, texts, strict=not edited))  # an edit is its own lowered text
+    # an edit is its own lowered text
+    written = dict(spec or {}) | dict(zip(paths, texts, strict=not edited))
     # a replayed run already has its recording
     if not journal.header.get("replays"):
         written[run] = recorded(journal)
@@ -98,7 +118,7 @@ def accept(
         place = error.filename or directory  # the error of a failed write does not name a file
         remedy = "free disk space" if error.errno in FULL else "make it writable"
         raise Refused(f"{place}: {error.strerror}; {remedy} and accept again") from None
-    return [*paths, evidence, run]
+    return [*(spec or ()), *paths, evidence, run]
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:

@@ -12,6 +12,8 @@ from coda_agent.agent import arguments
 from coda_agent.agent.cli.show import read
 from coda_agent.agent.options import WeakJail, grouped
 from coda_agent.agent.terminal.safe_text import echo
+from coda_agent.primitives.errors import InvalidInput
+from coda_agent.primitives.system.files import write_atomic
 
 if TYPE_CHECKING:
     from coda_agent.agent.backward import Pair
@@ -199,6 +201,11 @@ def _written(derived: Derived, made: Pair | None, out: Path) -> list[str]:
         name = derived.head.signature.name
         texts |= {f"{name}.program.json": derived.head.to_json(), f"{name}.txt": reference(derived.head)}
     for name, text in texts.items():
+        path = out / name
+        with arguments.naming_file(path):
+            if path.exists() and path.read_text(encoding="utf-8") != text:
+                raise InvalidInput(f"{path}: the file exists, with other content; remove it, or give --out")
+    for name, text in texts.items():
         with arguments.naming_file(out / name):
-            (out / name).write_text(text, encoding="utf-8")
+            write_atomic(out / name, text)
     return [str(out / name) for name in texts]

@@ -227,7 +227,8 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
         outcome = loop.result_of(opened.journal, opened.spec)
         if outcome is None or (outcome.source, outcome.report) != (shown.source, shown.report):
             raise Refused(f"run {run} changed while you read it; review it again: coda-agent review {run}")
-        paths = accepting.accept(outcome, opened.journal, looked=looked)
+        spec = accepting.new_spec(opened)
+        paths = accepting.accept(outcome, opened.journal, looked=looked, spec=spec)
     for path in paths:
         echo(os.path.relpath(path))
     if commit:

@@ -117,10 +117,16 @@ def _of_model(folder: Path, sizes: list[str], stack: bool, training: bool) -> li
     from coda_agent import fused
     from coda_agent.fused import ahead
 
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    dtype = torch.float16 if config.dtype == torch.float16 else torch.bfloat16
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).to(dtype)
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        dtype = torch.float16 if config.dtype == torch.float16 else torch.bfloat16
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config).to(dtype)
+    except Exception as error:  # the config's values may be wrong in any way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidInput(
+            f"{folder}: transformers cannot make a causal language model of its config.json: {reason}"
+        ) from None
     if not fused.patch(model, stack=stack).fused:
         raise InvalidInput(f"{folder}: no part of a {type(model).__name__} runs fused")
     shapes = [(int(each[1]), int(each[2])) for each in found if each]

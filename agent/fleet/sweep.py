@@ -103,7 +103,8 @@ def members(events: Sequence[Event]) -> list[str]:
 
 def is_sweep(name: str) -> bool:
     """Whether the name belongs to a sweep and not to a run."""
-    return bool(NAME.fullmatch(Path(name).name)) and (runs.runs_dir() / Path(name).name / JOURNAL).is_file()
+    name = Path(name).name
+    return bool(NAME.fullmatch(name)) and runs.has_journal(runs.runs_dir() / name, JOURNAL)
 
 
 def create(header: Mapping[str, Any]) -> Sweep:

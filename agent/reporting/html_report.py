@@ -72,14 +72,16 @@ def page(run: Account) -> str:
 def _head(run: Account) -> dict[str, str]:
     past, header = run.past, run.header
     replayed = f", of run {header['replays']}" if header.get("replays") else ""
-    limit = f" of at most {header['attempts']}" if header.get("attempts") else ""
+    made = len(run.attempts)
+    # ``resume`` may have allowed more attempts than the header
+    limit = f" of at most {header['attempts']}" if header.get("attempts", 0) >= made else ""
     limit += f" and {header['improve']} to improve it" if header.get("improve") else ""
     pairs = {
         "spec": past.spec,
         "status": pages.macro("status", past.status, past.why),
         "provider": f"{header.get('provider', 'unknown')}{replayed}",
         "author": past.author,
-        "attempts": f"{len(run.attempts)}{limit}",
+        "attempts": f"{made}{limit}",
         "tokens": _tokens(past.usage),
         "spent": str(past.spent),
         "budget": budget(header),

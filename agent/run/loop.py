@@ -114,8 +114,7 @@ class Loop:
         ProviderError if the provider fails before a kernel is accepted. Raises OutOfBudget if the budget is
         used up before the first report."""
         first = self.opening()
-        last = RunView(self.journal.events()).last
-        made = last.number if last else 0
+        made = self._submissions()
         messages, limit = [Message("user", first.task)], max(self.attempts, made)
         outcome: Outcome | None = None
         kept: Outcome | None = None
@@ -143,6 +142,17 @@ class Loop:
             raise
         raise AssertionError("the number of attempts must be limited")
 
+    def _submissions(self) -> int:
+        """The number of recorded submissions. If the run was interrupted, the last one may not be judged
+        yet."""
+        number, unjudged = 0, False
+        for event in self.journal.events():
+            if event.kind == "answer":
+                unjudged = tools.submits(Turn.from_json(event.payload))
+            elif event.kind == "report":
+                number, unjudged = number + 1, False
+        return number + unjudged
+
     def _stopped(self, reason: str, charge: Mapping[str, float] | None = None) -> None:
         """Record why the run ends early. ``charge``: the cost of interrupted work. The run can be resumed."""
         number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
@@ -169,7 +179,7 @@ class Loop:
             turn = self._answer(question)
             words = self._used(question.number, turn)
             messages.append(Message("assistant", turn.text, turn.blocks))
-            if not turn.calls or tools.submission(turn) is not None or used == CALLS:
+            if tools.submits(turn) or used == CALLS:
                 break
             messages.append(tools.results(turn, words))
         return turn, words

@@ -126,7 +126,7 @@ def folder(name: str) -> Path:
         raise JournalError(f"{runs_dir().resolve()}: there is no run {name!r}; {latest()}")
     if given.is_dir() and given.resolve() != (runs_dir() / name).resolve():
         raise JournalError(f"{given} is not a run in {runs_dir()}; set CODA_AGENT_RUNS to its parent folder")
-    if (runs_dir() / name / SWEEP).is_file():
+    if has_journal(runs_dir() / name, SWEEP):
         raise JournalError(
             f"{name} is a sweep, not a run: name one of its runs, which coda-agent report {name} --json "
             "lists (only report and resume take a sweep, and they take it alone)"
@@ -186,7 +186,16 @@ def names() -> list[str]:
         found = [*runs_dir().iterdir()]
     except FileNotFoundError:
         return []
-    return sorted((p.name for p in found if (p / JOURNAL).is_file()), key=_age)
+    return sorted((p.name for p in found if has_journal(p, JOURNAL)), key=_age)
+
+
+def has_journal(folder: Path, name: str) -> bool:
+    """Whether a folder has a journal of this name. A folder that may not be read, such as another user's,
+    counts as a run."""
+    try:
+        return (folder / name).is_file()
+    except PermissionError:
+        return name == JOURNAL
 
 
 def _age(name: str) -> tuple[str, int, str]:

@@ -102,6 +102,11 @@ def submission(turn: Turn) -> str | None:
     return None
 
 
+def submits(turn: Turn) -> bool:
+    """Whether a turn ends an attempt. A turn that only calls other tools does not."""
+    return not turn.calls or submission(turn) is not None
+
+
 def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
     """The message that answers a turn. ``words``: the results of the turn's tool calls, by id. ``text``: the
     result of a call that has no entry in ``words``; if the turn has no calls, the whole message."""

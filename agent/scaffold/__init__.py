@@ -64,7 +64,7 @@ def new(target: str, out: Path | None, options: ScaffoldOptions) -> tuple[Path, 
     for name, found in infer(draft).items():
         draft.outputs[name] = _output(draft, options, name, found)
         draft.static += missing_static(draft.outputs[name].shape, draft.inputs.values(), draft.static)
-    draft.function = replace(function, notes=proven(draft))
+    draft.function = replace(draft.function, notes=proven(draft))
     _initialise(draft, options)
     draft.cases = _cases(draft, _measured_sizes(draft, options))
     draft.spec(check=True)
@@ -144,6 +144,10 @@ def _index(draft: SpecDraft, options: ScaffoldOptions) -> None:
 
 
 def _output(draft: SpecDraft, options: ScaffoldOptions, name: str, found: Found) -> TensorDraft:
+    if not found.shape:
+        raise draft.fail(
+            f"output {name} is a scalar; return a vector or a matrix, such as the terms of a sum"
+        )
     shape = tuple(extent for extent in found.shape if extent is not None)
     if name in options.shape or None in found.shape:
         sizes, tried = trial_sizes(draft)[0], found.extents[0]

@@ -17,7 +17,7 @@ from typing import Any
 from coda_agent.agent.scaffold.halves import Swap, halves
 from coda_agent.agent.scaffold.helpers import Inlined, helpers
 from coda_agent.agent.scaffold.special import Specialised
-from coda_agent.agent.scaffold.torch_names import Names, TorchNames, without_idle_dtypes
+from coda_agent.agent.scaffold.torch_names import Casts, Names, TorchNames, without_idle_dtypes
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.signature import VALUE_NAME
 
@@ -74,8 +74,9 @@ class Note:
 @dataclass(frozen=True)
 class Function:
     """A parsed function. ``sizes``: the integer parameters with their values; a parameter that a shape names
-    is a static dim. ``reference``: the function's body without casts. ``baseline``: the body with casts; None
-    if the body has no casts."""
+    is a static dim. ``reference``: the function's body without casts. ``exact``: the body with casts to fp64,
+    in case the function needs a cast, for example of a comparison. ``baseline``: the body with its own casts;
+    None if it has none."""
 
     path: Path
     name: str
@@ -86,6 +87,7 @@ class Function:
     sizes: dict[str, int | None]
     outputs: tuple[str, ...]
     reference: tuple[SourceLine, ...]
+    exact: tuple[SourceLine, ...]
     baseline: tuple[SourceLine, ...] | None
     notes: tuple[Note, ...] = ()
 
@@ -170,8 +172,8 @@ class _Reader:
         self._specialise()
         self._check(self.body)
         names, statements = self._returned()
-        with_casts = tuple(self._transcribed(statements, casts=True))
-        without = tuple(self._transcribed(statements, casts=False))
+        with_casts = tuple(self._transcribed(statements, "kept"))
+        without = tuple(self._transcribed(statements, "removed"))
         self._note_halves(statements)
         texts = [[line.text for line in lines] for lines in (with_casts, without)]
         return Function(
@@ -184,6 +186,7 @@ class _Reader:
             sizes=self.sizes,
             outputs=names,
             reference=without,
+            exact=tuple(self._transcribed(statements, "to fp64")),
             baseline=with_casts if texts[0] != texts[1] else None,
             notes=tuple(self.notes),
         )
@@ -245,7 +248,7 @@ class _Reader:
         self.skipped = special.skipped
 
     def _note_halves(self, statements: Sequence[ast.stmt]) -> None:
-        uncast = [node for node in self._renamed(statements, casts=False) if node]
+        uncast = [node for node in self._renamed(statements, "removed") if node]
         weights = [t.name for t in self.tensors[1:]]
         for advice in halves(uncast, weights):
             number = getattr(advice.place, "lineno", self.node.lineno)
@@ -270,6 +273,8 @@ class _Reader:
                 f"{self.node.name} ends without a value; return a tensor, a tuple or a dict",
             )
         results = list(self._results(last.value))
+        if not results:
+            raise self.fail(last, f"{self.node.name} returns no tensor; return one, a tuple or a dict")
         names: list[str] = []
         assignments: list[ast.stmt] = []
         for index, (wish, value) in enumerate(results):
@@ -306,14 +311,14 @@ class _Reader:
         name = value.id if isinstance(value, ast.Name) else ""
         return name if VALUE_NAME.fullmatch(name) else otherwise
 
-    def _renamed(self, statements: Sequence[ast.stmt], casts: bool) -> list[ast.stmt | None]:
+    def _renamed(self, statements: Sequence[ast.stmt], casts: Casts) -> list[ast.stmt | None]:
         """Rewrite each statement with the names that a reference can use. A statement that the reference does
         not need becomes None."""
         names = TorchNames(self.names, casts)
         changed = [None if isinstance(n, DROPPED) else names.visit(copy.deepcopy(n)) for n in statements]
-        return changed if casts else without_idle_dtypes(changed)
+        return without_idle_dtypes(changed) if casts == "removed" else changed
 
-    def _transcribed(self, statements: Sequence[ast.stmt], casts: bool) -> Iterator[SourceLine]:
+    def _transcribed(self, statements: Sequence[ast.stmt], casts: Casts) -> Iterator[SourceLine]:
         first = self.node.body[0]
         end = (first.end_lineno or 1) if self.documented is not None else first.lineno - 1
         for node, new in zip(statements, self._renamed(statements, casts), strict=True):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from coda_agent.agent.scaffold.torch_names import top_level
+from coda_agent.agent.scaffold.torch_names import number, top_level
 
 Fail = Callable[[ast.AST, str], Exception]
 
@@ -30,7 +30,7 @@ class Helper:
         late = self.positional[len(self.positional) - len(args.defaults) :]
         pairs = [*zip(late, args.defaults, strict=True)]
         pairs += [(a.arg, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d]
-        self.defaults = {name: default for name, default in pairs if isinstance(default, ast.Constant)}
+        self.defaults = {name: default for name, default in pairs if _is_constant(default)}
 
     def bound(self, call: ast.Call) -> dict[str, ast.expr] | None:
         """Return the arguments of ``call`` by parameter. Return None if an argument is missing, unknown or
@@ -129,7 +129,7 @@ class Inlined(ast.NodeTransformer):
         uses = Counter(n.id for n in ast.walk(value) if isinstance(n, ast.Name))
         arguments = dict(bound)
         for parameter, argument in bound.items():
-            if uses[parameter] > 1 and not isinstance(argument, ast.Name | ast.Constant):
+            if uses[parameter] > 1 and not (isinstance(argument, ast.Name) or _is_constant(argument)):
                 if self.scopes:
                     raise self.fail(node, f"{ast.unparse(node)}: replace this call by the helper's body")
                 name = next(
@@ -140,6 +140,10 @@ class Inlined(ast.NodeTransformer):
                 self.before.append(ast.fix_missing_locations(ast.copy_location(assignment, self.statement)))
                 arguments[parameter] = ast.Name(name, ast.Load())
         return arguments
+
+
+def _is_constant(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or number(node) is not None
 
 
 class _Bound(ast.NodeTransformer):

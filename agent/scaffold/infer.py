@@ -34,6 +34,8 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
     from coda_agent.verifier.numerics.trial import check_reference
     from coda_agent.verifier.spec.model import BadReference
 
+    if draft.function.baseline is not None:
+        _choose_reference(draft)
     spec = draft.spec()
     try:
         # The outputs' shapes are not known yet. Do not try odd sizes. If a dim must be even, ``cut`` finds
@@ -43,6 +45,34 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
     first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))
     return {name: _inferred(draft, name, first[name], second[name]) for name in draft.outputs}
+
+
+def _choose_reference(draft: SpecDraft) -> None:
+    """If the function computes something else without its casts, let the reference cast to fp64. For example,
+    a sum of two comparisons is a number only if they are cast."""
+    kept = replace(draft, function=replace(draft.function, reference=draft.function.exact))
+    expected, found = _exact(kept), _exact(draft)
+    if expected and not (found and all(_equal(found[name], expected[name]) for name in expected)):
+        draft.function = kept.function
+
+
+def _exact(draft: SpecDraft, swaps: Sequence[Swap] = ()) -> dict[str, Tensor] | None:
+    """Return the outputs of the draft's reference in fp64, with ``swaps``; None if it does not run."""
+    import torch
+
+    from coda_agent.verifier.numerics.inputs import draw
+    from coda_agent.verifier.numerics.reference import cast
+
+    spec, sizes = draft.spec(), trial_sizes(draft)[0]
+    inputs = {name: cast(tensor, torch.float64) for name, tensor in draw(spec, sizes, seed=0).items()}
+    try:
+        return _outputs_of(draft, spec, inputs, sizes, swapped(spec.reference, swaps))
+    except (ScaffoldError, NotImplementedError):
+        return None
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.double().allclose(other.double(), equal_nan=True)
 
 
 def proven(draft: SpecDraft) -> tuple[Note, ...]:
@@ -55,19 +85,9 @@ def proven(draft: SpecDraft) -> tuple[Note, ...]:
 
 
 def _runs(draft: SpecDraft, swaps: Sequence[Swap]) -> bool:
-    import torch
-
-    from coda_agent.verifier.numerics.inputs import draw
-    from coda_agent.verifier.numerics.reference import cast
-
-    spec, sizes = draft.spec(), trial_sizes(draft)[0]
-    inputs = {name: cast(tensor, torch.float64) for name, tensor in draw(spec, sizes, seed=0).items()}
-    try:
-        outputs = _outputs_of(draft, spec, inputs, sizes, swapped(spec.reference, swaps))
-    except (ScaffoldError, NotImplementedError):
-        return False
+    sizes, outputs = trial_sizes(draft)[0], _exact(draft, swaps)
     shapes = {name: [dim(sizes) for dim in entry.shape] for name, entry in draft.outputs.items()}
-    return all(list(outputs[name].shape) == shape for name, shape in shapes.items())
+    return outputs is not None and all(list(outputs[n].shape) == shape for n, shape in shapes.items())
 
 
 def _indices(draft: SpecDraft, message: str) -> str:

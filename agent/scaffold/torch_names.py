@@ -8,12 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import Literal
 
 FUNCTIONAL = "torch.nn.functional"
 FLOATS = (
     *("bfloat16", "double", "float", "float16", "float32", "float64", "half"),
     *("float8_e4m3fn", "float8_e5m2"),
 )
+Casts = Literal["kept", "to fp64", "removed"]  # what happens to casts to floating dtypes
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class Names:
 
 
 class TorchNames(ast.NodeTransformer):
-    """Rewrites a statement with the names that a reference can use. If ``casts`` is false, casts to floating
-    dtypes are removed."""
+    """Rewrites a statement with the names that a reference can use. Casts to a tensor's own dtype are not
+    changed to casts to fp64, because a reference's tensors are in fp64."""
 
-    def __init__(self, names: Names, casts: bool):
+    def __init__(self, names: Names, casts: Casts):
         self.names, self.casts = names, casts
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
@@ -71,17 +73,17 @@ class TorchNames(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called = self._dotted(node.func) or ""
         if called.startswith("math.") and (value := _number(called, node)) is not None:
-            return ast.Constant(value)
+            return _literal(value)
         if called == "math.sqrt" and len(node.args) == 1:
             return ast.BinOp(self.visit(node.args[0]), ast.Pow(), ast.Constant(0.5))
         call = self.generic_visit(node)
-        if self.casts or not isinstance(call, ast.Call):
+        if self.casts == "kept" or not isinstance(call, ast.Call):
             return call
+        if self.casts == "to fp64":
+            return _to_fp64(call)
         if _is_cast(call) and isinstance(call.func, ast.Attribute):
             return call.func.value
-        call.keywords = [
-            k for k in call.keywords if k.arg not in ("dtype", "out_dtype") or not _is_named(k.value)
-        ]
+        call.keywords = [k for k in call.keywords if not _gives_dtype(k)]
         return call
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -92,7 +94,7 @@ class TorchNames(ast.NodeTransformer):
         if isinstance(node.ctx, ast.Store):  # A local name may hide a top-level one.
             return node
         if node.id in self.names.numbers:
-            return ast.Constant(self.names.numbers[node.id])
+            return _literal(self.names.numbers[node.id])
         dotted = self._dotted(node)
         if not dotted and node.id in self.names.defined:
             raise self.names.fail(
@@ -167,9 +169,26 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
     every = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     for node in tree.body:
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=int() | float() as value)):
-                if every.count(name) == 1:
-                    yield name, value
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ) if every.count(name) == 1 and (found := number(value)) is not None:
+                yield name, found
+
+
+def number(node: ast.expr | None) -> int | float | None:
+    """Return the value of a number's expression, such as ``-1``, or None for any other expression."""
+    try:
+        value = ast.literal_eval(node) if node else None
+    except (TypeError, ValueError):
+        return None
+    return value if isinstance(value, int | float) else None
+
+
+def _literal(value: float) -> ast.expr:
+    """Return an expression. The sign of a negative number is an operator, so that unparsing sets
+    parentheses."""
+    return ast.parse(repr(value), mode="eval").body
 
 
 def _number(called: str, node: ast.Call) -> float | None:
@@ -193,6 +212,19 @@ def _is_cast(node: ast.Call) -> bool:
         case ast.Attribute(attr=name):
             return name in FLOATS and not values
     return False
+
+
+def _to_fp64(call: ast.Call) -> ast.Call:
+    values = [*call.args, *(k.value for k in call.keywords)]
+    if _is_cast(call) and isinstance(call.func, ast.Attribute) and all(map(_is_named, values)):
+        return ast.Call(ast.Attribute(call.func.value, "double", ast.Load()), [], [])
+    for keyword in filter(_gives_dtype, call.keywords):
+        keyword.value = ast.parse("torch.float64", mode="eval").body
+    return call
+
+
+def _gives_dtype(keyword: ast.keyword) -> bool:
+    return keyword.arg in ("dtype", "out_dtype") and _is_named(keyword.value)
 
 
 def _is_named(node: ast.expr) -> bool:

@@ -190,9 +190,9 @@ def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
     """Read the header and events of a journal that another process may have open. Changes nothing. ``after``:
     the number of the last event that an earlier read returned, so that only later events are returned; 0
     returns all events. Raises JournalError as ``Journal.open`` does."""
-    if not path.is_file():
-        raise JournalError(f"{path}: no journal here; check the run's name")
     with _explained(path):
+        if not path.is_file():
+            raise JournalError(f"{path}: no journal here; check the run's name")
         try:
             return _read(path, f"{path.absolute().as_uri()}?mode=ro", after)
         except sqlite3.OperationalError as error:
@@ -382,6 +382,8 @@ def _explained(path: Path) -> Iterator[None]:
     """Turn SQLite's errors into JournalError with a remedy."""
     try:
         yield
+    except PermissionError as error:
+        raise JournalError(f"{path}: {error.strerror}; check who may read this folder") from None
     except sqlite3.ProgrammingError:  # a bug in this module
         raise
     except UnicodeDecodeError as error:  # SQLite's message may quote bytes that are no UTF-8

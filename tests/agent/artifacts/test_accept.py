@@ -535,8 +535,15 @@ def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
     done = run()
     assert done.returncode == 0, done.stderr
     *paths, last = done.stdout.splitlines()
-    assert paths == [*(f"generated_kernels/{n}" for n in NAMES[:4]), "agent/recordings/toy.jsonl"]
+    written = [*(f"generated_kernels/{n}" for n in NAMES[:4]), "agent/recordings/toy.jsonl"]
+    assert paths == ["specs/toy.yaml", *written]
+    assert (repository / paths[0]).read_text() == spec.read_text()
     assert all((repository / path).is_file() for path in paths)
     assert last == f"committed {git(repository, 'rev-parse', '--short', 'HEAD').strip()}"
     report = json.loads((repository / "generated_kernels" / "toy.report.json").read_text())
     assert report["authorship"]["author"] == "Ada [/x] via handoff"
+    assert run().stdout.splitlines()[:-1] == written  # the spec is there now
+    other = spec.read_text().replace("speedup: 1.1", "speedup: 0.5")
+    (repository / "specs" / "toy.yaml").write_text(other)
+    refused = run()
+    assert refused.returncode != 0 and "a spec that differs from" in refused.stderr

@@ -49,6 +49,19 @@ def test_its_files_are_a_program_and_a_spec_that_loads(
     assert ("without a matmul" in done.out) is head
 
 
+def test_an_edited_spec_is_not_overwritten(command: Command, tmp_path: Path) -> None:
+    for edit in ("", "# mine\n"):
+        spec = tmp_path / "gemm_rope_backward.yaml"
+        assert (
+            command("derive", kernel("gemm_rope"), "--out", tmp_path).status == 0
+        )  # unchanged files are fine
+        with spec.open("a") as file:
+            file.write(edit)
+    done = command("derive", kernel("gemm_rope"), "--wrt", "x", "--out", tmp_path)
+    assert done.status == 2 and "gemm_rope_backward." in done.err and "other content" in done.err
+    assert spec.read_text().endswith("# mine\n")
+
+
 @pytest.mark.parametrize(
     ("name", "more", "said"),
     [

@@ -40,6 +40,14 @@ def test_a_folder_that_is_no_models(command: Command, tmp_path: Path) -> None:
         assert done.status == 2 and f"{tmp_path}: this folder has no config.json" in done.err
 
 
+@pytest.mark.parametrize("config", ['{"model_type": "vit"}', '{"model_type": "new"}', "[]"])
+def test_a_folder_of_no_language_model_is_one_line(command: Command, tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    done = command("build", tmp_path, "2x12")
+    assert done.status == 2 and f"{tmp_path}: transformers cannot make a causal language model" in done.err
+    assert "Traceback" not in done.err
+
+
 @pytest.mark.parametrize("place", ["a checkout", "elsewhere"])
 def test_a_mistyped_kernel_is_one_line_with_its_name(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

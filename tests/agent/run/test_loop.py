@@ -250,6 +250,30 @@ def test_no_answer_leaves_a_run_to_resume(begin: Callable[..., runs.Run]) -> Non
         assert [m.text for m in provider.asked[0][1][1:2]] == [BAD]
 
 
+def test_an_answer_that_was_not_judged_yet_is_judged_whatever_the_limit(
+    begin: Callable[..., runs.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin()
+    with run.journal:
+        author(run, Scripted([BAD]), attempts=1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Loop, "_judged", _interrupted_at_2(Loop._judged))
+            author(run, Scripted(["never asked for", GOOD]), attempts=2)
+        assert keys(run)[-2:] == ["answer/2", "stopped/1"]
+    again = runs.reopen(run.name)
+    with again.journal:
+        assert isinstance(author(again, Scripted([]), attempts=1).report, Checked)
+
+
+def _interrupted_at_2(judged: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    def judge(loop: Loop, number: int, *given: Any) -> Outcome:
+        if number == 2:
+            raise KeyboardInterrupt
+        return judged(loop, number, *given)
+
+    return judge
+
+
 def test_no_answer_in_a_round_leaves_the_accepted_kernel(begin: Callable[..., runs.Run]) -> None:
     run, fault = begin(), ProviderError("no connection", "check the network", retryable=True)
     with run.journal:

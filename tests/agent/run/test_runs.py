@@ -15,6 +15,7 @@ from coda_agent.agent.cli.exit_codes import OK, REJECTED
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.run import assembly, runs
 from coda_agent.agent.run.loop import Loop
+from coda_agent.agent.storage import record
 from coda_agent.agent.storage.journal import JournalError, read_export
 from coda_agent.primitives.errors import Absent
 from coda_agent.verifier.loading import load
@@ -92,6 +93,25 @@ def test_a_run_is_looked_at_while_it_is_open(runs_home: Path, tmp_path: Path) ->
         assert done.exit_code == OK and "gemm(a, b) * per_row(v)" in done.output
         run.journal.once("later", "later", dict)
         assert seen.events() == run.journal.events()[:-1]
+
+
+def test_a_run_that_may_not_be_read_hides_no_other(
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shut, run = (runs.start(write_toy(tmp_path), HEADER) for _ in range(2))
+    shut.journal.close()
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:  # like a folder of another user; root may enter every folder
+        if path.parent.name == shut.name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert runs.names() == [shut.name, run.name]
+    with pytest.raises(JournalError, match="Permission denied; check who may read"):
+        record.glance(runs.folder(shut.name) / runs.JOURNAL)
+    run.journal.close()
 
 
 def test_review_of_a_run_that_has_nothing_yet(runs_home: Path, tmp_path: Path) -> None:

@@ -141,6 +141,17 @@ class Done:
 Command = Callable[..., Done]
 
 
+LOW = """\
+LEAST = -30.0
+HALF: float = -0.5
+
+def centered(v, axis=-1):
+    return v - v.mean(axis, keepdim=True)
+
+def low(x, w):
+    z = (x @ w.mT).clamp(min=LEAST) * HALF ** 2
+    return centered(z)
+"""
 HEADS = """\
 import math
 
@@ -271,6 +282,12 @@ def test_numbers_become_constants_dims_or_text(new: Command) -> None:
     # H, G and W are static, because they are integer parameters that a shape names.
     assert load(Path("heads.yaml"), check=False).static == ("H", "G", "W")
     assert "0.6931471805599453 * q" in Path("heads.yaml").read_text()
+    Path("low.py").write_text(LOW)
+    assert new("low.py:low", "--shape=x=M,K", "--shape=w=N,K", "--no-input", "--out=low.yaml").status == 0
+    written = Path("low.yaml").read_text()
+    assert (
+        "z = (x @ w.mT).clamp(min=-30.0) * (-0.5) ** 2" in written and "z.mean(-1, keepdim=True)" in written
+    )
     spec, text = made(new, "two")
     assert spec.constants == {"alpha": 0.5} and list(spec.outputs) == ["h", "out1"]
     spec, text = made(new, "capped_loss", "--dtype", "target=int64")
@@ -363,6 +380,29 @@ def test_a_cast_on_a_line_of_its_own_leaves_none(new: Command) -> None:
     )
     lines = [line.text for line in read("odd.py:f").reference]
     assert lines == ["q, k = x @ w, x", "for _ in range(2):", "    pass", "h = q", "out = h + k"]
+
+
+CASTS = [  # bodies that need some of their casts
+    "z = (x @ w.T).float()\n    return (z * ((z > 0).float() + (z > 1).float())).to(x.dtype)",
+    "b = (v / 4).to(v.dtype)\n    return ((x @ w.T).float() * b[:, None]).to(x.dtype)",
+    "b = torch.full_like(v, 0.5, dtype=torch.float32)\n    return (x @ w.T).float() * b[:, None]",
+    "hot = (v[:, None] == torch.arange(x.shape[1])).float()\n    return (x - hot).to(x.dtype) @ w.T",
+]
+
+
+@pytest.mark.parametrize("body", CASTS)
+def test_a_cast_that_the_function_needs_stays(new: Command, body: str) -> None:
+    source = f"import torch\ndef f(x, w, v):\n    {body}\n"
+    Path("odd.py").write_text(source)
+    shapes = [f"--shape={pair}" for pair in ("x=M,K", "w=N,K", "v=M")]
+    done = new("odd.py:f", *shapes, "--dtype=v=int64", "--no-input")
+    assert done.status == 0, done.err
+    spec, scope, sizes = load("specs/f.yaml"), dict[str, Any](), {"M": 24, "K": 16, "N": 8}
+    exec(source, scope)
+    drawn = draw(spec, sizes, seed=1)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in drawn.items()}
+    expected = scope["f"](**wide).double()
+    torch.testing.assert_close(run(spec, wide, sizes)["out"], expected, rtol=1e-5, atol=1e-5)
 
 
 CUTS = {
@@ -521,6 +561,8 @@ BODIES = {
     ),
     "two axes too many": ("    return (x @ w)[None]", 1, "output out has 3 axes"),
     "no tensor": ("    return (x @ w).shape", 1, "output out is Size"),
+    "a scalar": ("    return (x @ w).mean()", 1, "output out is a scalar"),
+    "nothing": ("    return ()", 2, "returns no tensor"),
     "integers": ("    return (x @ w).argmax(-1)", 1, "is torch.int64"),
     "unnamed outputs": ("    return {0: x @ w}", 2, "output 0 has no valid name"),
 }
