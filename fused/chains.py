@@ -84,7 +84,7 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     return made
 
 
-# keyed by the first weight of each result, then by the function and its keywords
+# For each weight that may be kept: results of which it is the first weight, by the function and its keywords.
 _kept: Any = WeakTensorKeyDictionary()
 
 
@@ -99,10 +99,13 @@ class _Kept(NamedTuple):
 def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
     """Compute ``make(*of)`` once. Keep the result while these weights exist and no operation changes them in
     place. In-place changes of a weight's ``data`` are not noticed. A recomputed result keeps the old result's
-    address, so that CUDA graphs replay correctly."""
+    address, so that CUDA graphs replay correctly. Nothing is kept of weights that ``may_keep`` does not know,
+    such as those that FSDP gathers for a call: PyTorch does not count how often FSDP fills their memory."""
+    if not all(weight in _kept for weight in of):
+        return make(*of)
     state = [(id(t), t._version, t.data_ptr()) for t in of]
     # A graph may read one weight in two orders, at two addresses.
-    results, how = _kept.setdefault(of[0], {}), (make.func, *sorted(make.keywords.items()))
+    results, how = _kept[of[0]], (make.func, *sorted(make.keywords.items()))
     found = results.get(how)
     if found and found.state == state and all(each() is not None for each in found.of):
         return found.made
@@ -120,8 +123,14 @@ def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
     return made
 
 
+def may_keep(*of: Tensor) -> None:
+    """Let ``kept`` store results for these weights."""
+    for weight in of:
+        _kept[weight] = {}
+
+
 def forget(*of: Tensor) -> None:
-    """Free what ``kept`` stores for these weights."""
+    """Free what ``kept`` stores for these weights, and let it store no more."""
     for weight in of:
         _kept.pop(weight, None)
 
@@ -199,6 +208,7 @@ class Link:
         from ``begun``: ``hg``, and ``rstd`` under the chain's own name for it. Raises NoBackward under
         torch.func."""
         given = [inputs[n] for n in self.inputs]
+        ops.check_forward_mode(given)
         wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
         if wanted:
             ops.check_torch_func()
@@ -217,6 +227,7 @@ class Link:
         gradients without joining them. The backward's program itself adds the gradient of the stream's later
         uses."""
         given, stream = [inputs[n] for n in self.inputs], inputs[self.stream]
+        ops.check_forward_mode(given)
         if torch.is_grad_enabled() and stream.requires_grad and _plain(given):
             ops.check_torch_func()
             *parts, stream = self._record(*given, sizes)

@@ -247,9 +247,17 @@ torch.library.register_autograd(
 def summed(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
     """The sum of the rows' losses, a scalar in fp32, for ``h`` [M, D], ``w`` [V, D] and ``target`` [M].
     Raises NoBackward under torch.func."""
+    ops.check_forward_mode((h, w))
     wanted = [t.requires_grad and torch.is_grad_enabled() for t in (h, w)]
     if any(wanted):
         ops.check_torch_func()
     chosen, logit = targets_logits(h, w, target)
     total, *_ = torch.ops.coda_agent.summed_loss(h, w, target, chosen, logit, *wanted)
     return total
+
+
+def mean(total: Tensor, target: Tensor) -> Tensor:
+    """``total`` divided by the number of targets. If all targets are ignored, the result is nan and its
+    gradient 0, as in PyTorch."""
+    number = (target != IGNORED).sum()
+    return torch.where(number > 0, total / number.clamp(min=1), torch.nan)

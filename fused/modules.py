@@ -1,11 +1,12 @@
 """Modules of a Llama-like model, for PyTorch programs without a Hugging Face model.
 
 Weights have the names and layouts of Hugging Face's Llama, so that Llama's checkpoints can be loaded. A
-stream is [..., length, D].
+stream is [..., length, D]. The forwards raise TypeError under autocast to another dtype than the weights'.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from coda_agent.fused import functional, loss
@@ -20,6 +21,17 @@ def _norm(module: nn.RMSNorm) -> functional.Norm:
     if module.eps is None:
         raise ValueError("the RMSNorm has eps=None: make it with torch.nn.RMSNorm(width, eps=1e-6)")
     return functional.Norm(module.weight, module.eps)
+
+
+def _check_autocast(weight: Tensor) -> None:
+    kind = weight.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return
+    if torch.get_autocast_dtype(kind) != weight.dtype:
+        raise TypeError(
+            f"these modules compute in their weights' dtype, {weight.dtype}, and do not follow autocast: "
+            "convert the module, as in module.to(torch.bfloat16)"
+        )
 
 
 class MLP(nn.Module):
@@ -44,6 +56,7 @@ class MLP(nn.Module):
         """Compute ``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``. Raises ValueError if ``norm``
         has no eps."""
         down = self.down_proj.weight
+        _check_autocast(down)
         return functional.feed_forward(x, _norm(norm), self.up, down, self.activation, residual)
 
 
@@ -67,6 +80,7 @@ class Attention(nn.Module):
         head_width]: the cosines and the sines of the rotation's angles. In each of the two, the right half of
         the columns equals the left half."""
         q, k, v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        _check_autocast(q)
         sizes = (len(q), len(k), len(v))
         weight = functional.packed(q, k, v, self.head_width)
         table = functional.angles(cos, sin, x.shape[:-1]).to(weight.dtype)
@@ -117,9 +131,10 @@ class CausalHead(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy between the logits and ``target`` [..., length], a scalar in fp32. The
         logits are never stored. Rows whose target is -100 do not count."""
+        _check_autocast(self.lm_head.weight)
         h = rms_norm(x, *_norm(self.norm))
         total = functional.summed_cross_entropy(h, self.lm_head.weight, target)
-        return total / (target != loss.IGNORED).sum()
+        return loss.mean(total, target)
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute the logits [..., vocabulary] with PyTorch's matmul."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from coda_agent.fused import launching, programs
 from coda_agent.fused.programs import Order, Typed
@@ -57,6 +58,15 @@ def check_torch_func() -> None:
     """Raise NoBackward if a transform of torch.func is active. Under torch.compile, do nothing."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NoBackward("torch.func cannot differentiate a fused operation: use torch.autograd.grad")
+
+
+def check_forward_mode(given: Iterable[Any]) -> None:
+    """Raise NoBackward if a tensor carries a tangent of forward-mode differentiation. Under torch.compile, do
+    nothing."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in given):
+        raise NoBackward("a fused operation has no forward-mode derivative: use torch.autograd.grad")
 
 
 class Op:

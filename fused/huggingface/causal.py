@@ -78,5 +78,7 @@ def _loss(
         target = nn_f.pad(labels, (0, 1), value=loss.IGNORED)[..., 1:]
     target = target.to(h.device)
     total = functional.summed_cross_entropy(h.to(matmul_dtype(h)), weight.to(matmul_dtype(weight)), target)
-    number = (target != loss.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    number = num_items_in_batch
+    if number is None:
+        return loss.mean(total, target)
     return total / (number.to(total.device) if isinstance(number, Tensor) else number)

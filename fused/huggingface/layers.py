@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from coda_agent.fused import functional
 from coda_agent.fused.chains import Begun, kept, remade
@@ -160,12 +161,22 @@ def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
             return f"{path} {why}"
         if module.bias is not None and part != "in":
             return f"{path} has a bias"
-    if part == "mlp" and not how.activation:
-        return f"there is no kernel for the activation {type(layer.mlp.act_fn).__name__}"
+    if part == "mlp" and (why := _other_activation(layer.mlp.act_fn, how)):
+        return why
     attention = layer.self_attn
     if part == "in" and len({getattr(attention, f"{n}_proj").bias is None for n in "qkv"}) > 1:
         return "some of queries, keys and values have a bias, and some have none"
     return ""
+
+
+def _other_activation(module: nn.Module, how: Settings) -> str:
+    """Say why a kernel cannot compute an MLP's activation; return "" if it can."""
+    name = type(module).__name__
+    if not how.activation or ACTIVATIONS.get(name) != how.activation:
+        return f"there is no kernel for the activation {name}"
+    if stack.hooked(module):
+        return "mlp.act_fn has hooks"
+    return "mlp.act_fn has a forward of its own" if own_forward(module) else ""
 
 
 def unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
@@ -253,7 +264,8 @@ def _watched(attention: Any, how: Settings) -> bool:
     forward = {**attention._forward_hooks, **attention._forward_pre_hooks}
     idle = attention.config._attn_implementation != "eager"  # only eager attention returns attention weights
     read = stack.changing(forward) if idle else forward
-    return bool(read or attention._backward_hooks or attention._backward_pre_hooks)
+    backward = attention._backward_hooks or attention._backward_pre_hooks
+    return bool(read or backward or _has_any_global_hook())
 
 
 def norm_of(module: Any, centered: bool) -> functional.Norm:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from types import CodeType
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -56,6 +57,11 @@ class PatchedForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(type(self.module).forward.__get__(self.module))
 
+    @property
+    def __code__(self) -> CodeType:
+        """The code of the module's own forward, whose parameters torch.export reads."""
+        return cast(CodeType, inspect.unwrap(type(self.module).forward).__code__)
+
     def usual(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the unpatched module computes."""
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -87,7 +93,7 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
     as much memory as the layers' weights. If a weight changes, its copy is made again, but in-place changes
     of the weight's ``data`` are not noticed. In training, copies are kept from the forward to the backward.
     Under activation checkpointing, forward and backward each reorder the weights. Copies of weights that FSDP
-    shards are never kept.
+    shards are never kept, nor of weights that replace the model's weights after ``patch``.
 
     The model itself computes parts that cannot be fused, and the table says why. Modules whose instances have
     a forward of their own (see ``layers.own_forward``) are such parts. Raises UnprovedVersion for
@@ -156,6 +162,8 @@ def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> lis
     if foreign := layers.foreign(layer):
         return [_row(layer, "all", "", foreign)]
     how = layers.settings(layer, keeps)
+    if keeps:
+        chains.may_keep(*layer.parameters())
     why = {part: layers.refusal(layer, how, part, sharded) for part in layers.PARTS}
     no_next = "" if following is None else _no_next_norm(layer, following, why, sharded)
     if following is not None and not no_next:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from coda_agent.fused.chains import Begun
 
@@ -54,9 +55,10 @@ def take(stream: Tensor, layer: Any) -> Begun | None:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks, which may read or change its values or gradients."""
+    """Whether a module has hooks, which may read or change its values or gradients. PyTorch's global hooks
+    count, because they are every module's."""
     forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook())
 
 
 def changing(hooks: Mapping[int, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_agent.fused.ops import check_first_derivative
+from coda_agent.fused.ops import check_first_derivative, check_forward_mode, check_torch_func
 from coda_agent.fused.pointwise.programs import fused_on_gpu
 
 
@@ -17,6 +17,9 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     is computed in fp32 and rounded once. There is no second derivative."""
     if torch.compiler.is_compiling():
         return _normed(x, gamma, eps)[0]
+    check_forward_mode((x, gamma))
+    if torch.is_grad_enabled() and (x.requires_grad or gamma.requires_grad):
+        check_torch_func()
     made: Tensor = _WholeNorm.apply(x, gamma, eps)
     return made
 

@@ -219,6 +219,14 @@ def test_torch_func_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOME)
+def test_forward_mode_is_refused_even_without_trainable_weights(name: str) -> None:
+    given = {n: t.detach() for n, t in PARTS[name].drawn(12).items()}
+    tangents = {n: torch.ones_like(t) for n, t in given.items()}
+    with pytest.raises(ops.NoBackward, match="no forward-mode derivative"):
+        torch.func.jvp(lambda inputs: PARTS[name].ours(**inputs), (given,), (tangents,))
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_a_mode_sees_the_operators_and_changes_no_gradient(name: str, where: Where) -> None:
     given = PARTS[name].drawn(12, where.dtype, where.device)
     plain = gradients(PARTS[name].ours, given)

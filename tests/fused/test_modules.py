@@ -91,10 +91,23 @@ def test_a_layer_compiles_whole(ours: PlainModel) -> None:
     assert backend.graphs == 1
 
 
+def test_a_batch_without_a_target_has_gradients_of_zero() -> None:
+    head, x = modules.CausalHead(WIDTH, VOCABULARY), torch.randn(3, WIDTH, requires_grad=True)
+    loss = head(x, torch.full((3,), -100))
+    loss.backward()
+    assert loss.isnan() and x.grad is not None and not x.grad.any()
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="'silu' is unknown; use one of .*swiglu"):
         modules.MLP(WIDTH, HIDDEN, "silu")
     with pytest.raises(ValueError, match="no tile suits heads of 72 columns"):
         modules.DecoderLayer(144, HIDDEN, 2)
+    layer, x, angle = modules.DecoderLayer(32, HIDDEN, 2), torch.randn(1, 4, 32), torch.ones(4, 16)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=r"torch.float32, and do not follow autocast: convert the module"),
+    ):
+        layer(x, angle, angle)
     with pytest.raises(ValueError, match="the RMSNorm has eps=None"):
         modules.MLP(WIDTH, HIDDEN)(torch.randn(2, WIDTH), nn.RMSNorm(WIDTH))

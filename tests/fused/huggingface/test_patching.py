@@ -106,6 +106,7 @@ def test_generate_gives_the_same_tokens(family: str, stack: bool) -> None:
 
 def test_a_kept_weight_that_changes_stays_where_a_graph_reads_it() -> None:
     gate, up, make = torch.ones(4, 8), torch.ones(4, 8), partial(layers._paired, dtype=torch.float32)
+    chains.may_keep(gate, up)
     first = chains.kept(make, gate, up)
     up.mul_(2)
     assert chains.kept(make, gate, up) is first and torch.equal(first, make(gate, up))
@@ -256,7 +257,11 @@ def test_lora_adapters_stand_beside(first: bool) -> None:
 @BOTH_MODES
 @pytest.mark.parametrize("when", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
 @pytest.mark.parametrize(
-    "path", ["layers.0.mlp.up_proj", "layers.0.mlp", "layers.1.self_attn", "layers.1.input_layernorm", "head"]
+    "path",
+    [
+        *("layers.0.mlp.up_proj", "layers.0.mlp", "layers.0.mlp.act_fn"),
+        *("layers.1.self_attn", "layers.1.input_layernorm", "head"),
+    ],
 )
 def test_a_hook_is_called(path: str, when: str, stack: bool) -> None:
     model, seen = small_models.model("Llama"), list[int]()
@@ -265,6 +270,22 @@ def test_a_hook_is_called(path: str, when: str, stack: bool) -> None:
     getattr(module, f"register_{when}_hook")(partial(lambda seen, *_: seen.append(1), seen))
     trained(model, tokens(), use_cache=False)
     assert seen == [1]
+
+
+def test_a_global_hook_sees_every_module() -> None:
+    model, seen = small_models.model("Llama"), list[str]()
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(type(module).__name__)
+    )
+    try:
+        with torch.no_grad():
+            model(tokens(), use_cache=False)
+            expected, seen[:] = sorted(seen), []
+            fused.patch(model)
+            model(tokens(), use_cache=False)
+    finally:
+        hook.remove()
+    assert sorted(seen) == expected and "SiLUActivation" in expected
 
 
 @BOTH_MODES
@@ -388,6 +409,33 @@ def test_another_norm_and_another_mlp_are_the_models(late: bool) -> None:
     assert max(loss_of(found[name], expected[name]) for name in expected) < 3e-6
 
 
+def test_an_activation_that_is_replaced_after_the_patch_counts() -> None:
+    model = small_models.model("Llama")
+    fused.patch(model)
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    found = trained(model, tokens())
+    fused.unpatch(model)
+    expected = trained(model, tokens())
+    assert max(loss_of(found[name], expected[name]) for name in expected) < 3e-6
+
+
+def test_a_batch_without_a_target_has_gradients_of_zero() -> None:
+    model, ids = small_models.model("Llama"), tokens()
+    fused.patch(model)
+    loss = model(input_ids=ids, labels=torch.full_like(ids, -100), use_cache=False).loss
+    loss.backward()
+    assert loss.isnan() and all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_a_patched_model_is_exported() -> None:
+    model, ids = small_models.model("Llama").eval(), tokens()
+    expected = model(ids, use_cache=False).logits
+    fused.patch(model)
+    with torch.no_grad():
+        made = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+        assert loss_of(made.module()(ids, use_cache=False).logits, expected) < 1e-5
+
+
 @pytest.mark.parametrize("kind", [Scaled, Integer])
 def test_quantized_weights_are_the_models_and_the_rest_stays_fused(kind: Any) -> None:
     model = small_models.model("Llama")
@@ -443,8 +491,26 @@ def test_a_kept_weight_may_be_made_in_inference_mode() -> None:
         assert loss_of(found, model(tokens(), use_cache=False).logits) < 1e-5
 
 
+def test_nothing_is_kept_of_a_weight_that_fsdp_fills_again() -> None:
+    """FSDP's gathered weights are other tensors than those that ``patch`` saw, and PyTorch does not count how
+    often FSDP fills their memory."""
+    model = small_models.model("Llama").eval()
+    fused.patch(model, keep_reordered=True)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight.detach().clone())
+    with torch.no_grad():
+        for _ in range(2):
+            found = model(tokens(), use_cache=False).logits
+            with torch.autograd._unsafe_preserve_version_counter(mlp.up_proj.weight):
+                mlp.up_proj.weight.mul_(1.5)
+        found = model(tokens(), use_cache=False).logits
+        fused.unpatch(model)
+        assert loss_of(found, model(tokens(), use_cache=False).logits) < 1e-5
+
+
 def test_two_orders_of_a_kept_weight_have_two_addresses() -> None:
     weights = [torch.randn(16, 8) for _ in range(3)]
+    chains.may_keep(*weights)
     orders = [partial(layers._packed, dtype=torch.float32, width=width) for width in (0, 8)]
     first = chains.kept(orders[0], *weights)
     before = first.clone()
