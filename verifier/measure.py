@@ -55,6 +55,7 @@ from coda_agent.verifier.report import (
 )
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
+from coda_agent.verifier.spec.rules import HIDDEN, ONE_ROW
 from coda_agent.verifier.stages import Checkpoint, StageRunner
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
@@ -62,7 +63,6 @@ ROUNDS = 40  # largest number of rounds per process
 # a case of at most this many FLOPs is tried with every family of inputs, because the fp64 reference is fast
 FEW_FLOPS = 5e10
 ROUTINE = ("normal", "positive")  # input families that are tried on larger cases
-HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden (random) sizes in reports
 # the family of inputs for a single row, where exact results say more than statistics
 SINGLE_ROW = ("integers",)
 # The controls (the candidate again, without and with a planted delay) run on the case whose roofline is

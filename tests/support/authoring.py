@@ -31,10 +31,11 @@ from coda_agent.verifier.decision import central, compared
 from coda_agent.verifier.gates import identity
 from coda_agent.verifier.gpu.checks import REPEATS
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, ROUTINE, SINGLE_ROW
+from coda_agent.verifier.measure import FEW_FLOPS, ROUTINE, SINGLE_ROW
 from coda_agent.verifier.report import PROTOCOL, Accepted, Checked, Config, Gate, Measured, Rejected, Timing
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
+from coda_agent.verifier.spec.rules import HIDDEN, ONE_ROW
 from coda_agent.verifier.timing import FEWEST
 
 SPECS, KERNELS, RECORDINGS = ROOT / "specs", ROOT / "generated_kernels", ROOT / "agent" / "recordings"
@@ -271,7 +272,11 @@ def proofs(spec: Spec, program: Program) -> tuple[dict[str, Any], dict[str, Any]
     plans = {case.name: 1 if case.bench else 2 for case in spec.cases} | {HIDDEN: 2, ONE_ROW: 2}
     families[ONE_ROW] = SINGLE_ROW
     return (
-        {c: {"outputs": outputs, "families": list(families[c]), "plans": n} for c, n in plans.items()},
+        {
+            c: {"outputs": outputs, "families": list(families[c]), "plans": n}
+            | ({"beyond": outputs} if families[c] == EVERY else {})
+            for c, n in plans.items()
+        },
         {c: {"repeats": REPEATS, "plans": n} for c, n in plans.items()},
     )
 

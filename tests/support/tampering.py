@@ -164,6 +164,18 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda k: edit(k, lambda r: r["authorship"].update(author=" ")),
         "names no author",
     ),
+    "report, no stretched inputs": (
+        lambda k: edit(k, lambda r: figures(r, "numerics")["hidden"].pop("beyond")),
+        "gate numerics has no figures of stretched inputs for case hidden",
+    ),
+    "report, far off on stretched inputs": (
+        lambda k: edit(k, lambda r: figures(r, "numerics")["hidden"]["beyond"]["c"].update(rms_ratio=1e9)),
+        "output 'c' has a rms_ratio of 1000000000.0 over",
+    ),
+    "report, a control beyond all bounds": (
+        lambda k: edit(k, lambda r: r["controls"][0]["same"].update(estimate=1e300)),
+        "not a ratio of two times",
+    ),
     "report, a case left out": (
         lambda k: edit(k, lambda r: r["timings"].pop()),
         "the report has 0 timings of case wide, not one",

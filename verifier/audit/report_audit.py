@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.errors import first_fault
@@ -35,6 +35,15 @@ from coda_agent.verifier.timing import FEWEST
 TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
 
 
+def _bounded(interval: Interval) -> Interval:
+    if not all(0 < ratio < 1e12 for ratio in (interval.low, interval.estimate, interval.high)):
+        raise ValueError("not a ratio of two times")
+    return interval
+
+
+_Interval = Annotated[Interval, AfterValidator(_bounded)]
+
+
 class _Control(BaseModel):
     """The controls in one attempt of a timing process. ``same``: the ratio between two timings of the
     candidate. ``planted``: the same ratio when one timing has a planted delay. ``faults``: the faults that
@@ -42,8 +51,8 @@ class _Control(BaseModel):
 
     process: int
     case: str
-    same: Interval
-    planted: Interval
+    same: _Interval
+    planted: _Interval
     faults: tuple[str, ...]
 
 

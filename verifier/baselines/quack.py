@@ -30,10 +30,11 @@ from coda_agent.primitives.runtime.race import race_calls
 from coda_agent.primitives.runtime.tune import FORMAT as SEARCHED
 from coda_agent.primitives.runtime.tune import leaders, ranking
 from coda_agent.primitives.system import workers
-from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
+from coda_agent.primitives.system.files import SPECS, cache_dir, read_json, write_atomic
 from coda_agent.verifier.baselines.pytorch import products
 from coda_agent.verifier.baselines.quack_epilogue import QuackEpilogue, Tensors
 from coda_agent.verifier.baselines.quack_library import LIBRARY, quack_library
+from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Config, Finalists, QuackTuned
 from coda_agent.verifier.spec.model import Spec
 
@@ -55,15 +56,23 @@ Configs = list["GemmConfig"]
 
 def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> tuple[str, ...]:
     """The arms that apply to a spec. QuACK's arms with epilogues are left out if QuACK has no epilogue for
-    the spec. QuACK's bare matmul is left out if an operand is in fp8 or rows are grouped by experts.
+    the spec, or if the spec is not the shipped spec of its name. QuACK's bare matmul is left out if an
+    operand is in fp8 or rows are grouped by experts.
 
     ``beside_kept``: always leave out QuACK's bare matmul. Edited code needs no such arm, because the
     comparison with the accepted kernel says more, and tuning the matmul would take longer than tuning the
     edited code.
     """
     alone = any(t.dtype == "fp8_e4m3" or t.init.offsets is not None for t in spec.inputs.values())
-    there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not alone and not beside_kept}
+    known = spec.name in LIBRARY and _is_shipped(spec)
+    there = dict.fromkeys(LIBRARY_ARMS, known) | {MATMUL: not alone and not beside_kept}
     return tuple(name for name in arms if there.get(name, True))
+
+
+def _is_shipped(spec: Spec) -> bool:
+    """Whether a spec is the shipped operator of its name, perhaps with other cases."""
+    path = SPECS / f"{spec.name}.yaml"
+    return path.exists() and load(path, check=False).operator_hash == spec.operator_hash
 
 
 def config(

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.numerics.reference import finished
 from coda_agent.verifier.numerics.sizes import activation_dims
-from coda_agent.verifier.numerics.stretch import STRETCHED, Typical, stretched
+from coda_agent.verifier.numerics.stretch import STRETCHED, Typical, legal, stretched
 from coda_agent.verifier.numerics.values import DTYPES, ROUTINGS, Sizes, values_of
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import TensorSpec
@@ -185,7 +186,17 @@ def draw_free(
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; use one of {', '.join(known)}")
     rows = activation_dims(spec)
-    return {name: _draw(t, name, sizes, seed, device, family, rows) for name, t in spec.drawn.items()}
+    drawn = {}
+    for name, tensor in spec.drawn.items():
+        try:
+            drawn[name] = _draw(tensor, name, sizes, seed, device, family, rows)
+        except ValueError as error:
+            at = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+            raise InvalidInput(
+                f"spec {spec.name}: input {name!r} cannot be drawn at {at}: {error}; give it a range "
+                "that holds values at every size"
+            ) from None
+    return drawn
 
 
 def _draw(
@@ -211,10 +222,26 @@ def _draw(
         values = (FAMILIES | ON_CPU)[family](
             _Drawn(values, init.normal.at(sizes), activation, fp8, own, shared)
         )
+        if tensor.domain != "finite":
+            values = legal(_typical(tensor, values, sizes, own, seed), values)
     elif init.uniform and family == "integers":
         values = _on_grid(values, *init.uniform)
-    # clamped first, because not every cast saturates
-    return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)
+    if fp8:  # clamped first, because not every cast saturates
+        return values.clamp_(-448.0, 448.0).to(dtype)
+    made = values.to(dtype)
+    return made if tensor.domain == "finite" else _inside(made, *tensor.bounds(sizes))
+
+
+def _inside(values: Tensor, low: float, high: float) -> Tensor:
+    """Move values that rounding put outside of a domain to the domain's outermost values in their dtype."""
+    if not values.is_floating_point():
+        return values
+    ends = []
+    for end, inward in ((low, math.inf), (high, -math.inf)):
+        at = torch.tensor(end, dtype=values.dtype)
+        outside = float(at) < end if inward > 0 else float(at) > end
+        ends.append(float(at.nextafter(torch.tensor(inward, dtype=values.dtype)) if outside else at))
+    return values.clamp(*ends)
 
 
 def routing(family: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from random import Random
 
 from coda_agent.primitives.compiler.roofline import ITEM_BYTES
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.runtime.launchable import ALIGNMENT
 from coda_agent.verifier.spec.model import Spec
@@ -57,9 +58,24 @@ def hidden(
     that are aligned in all cases of the spec are also aligned at these sizes. Static dims have the sizes of
     one of the spec's cases. A dim that is not static has a new size, which is no multiple of 64 and which the
     dim has in no case. ``rows``: the size of the row dims, if given. Every other dim is at least ``least``
-    times its largest possible size.
+    times its largest possible size. If no sizes are found, sizes that are given (of static dims and of rows)
+    may equal each other, or a case's. Raises InvalidInput if there are no such sizes either.
     """
-    random, extents, leading, aligned = Random(seed), _extents(spec), row_dims(spec), _aligned_rows(spec)
+    for strict in (True, False):
+        if sizes := _hidden(spec, Random(seed), largest, rows, least, strict):
+            return sizes
+    raise InvalidInput(
+        f"spec {spec.name}: no sizes beside its cases' keep rows aligned and extents different; give it a "
+        "case with other sizes, or fewer static dims"
+    )
+
+
+def _hidden(
+    spec: Spec, random: Random, largest: int, rows: int | None, least: float, strict: bool
+) -> dict[str, int] | None:
+    """Draw sizes for ``hidden``; return None if none are found. ``strict``: the rules also hold for sizes
+    that are not drawn."""
+    extents, leading, aligned = _extents(spec), row_dims(spec), _aligned_rows(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
     # for each choice of the static dims' sizes: the largest factor by which an extent multiplies each dim
@@ -74,10 +90,10 @@ def hidden(
             if key not in reaches:
                 reaches[key] = {dim: max(_reach(spec, dim, static), 1) for dim in spec.dims}
             sizes = _drawn(reaches[key], fixed, random, largest, least, leading)
-            if _fits(spec, sizes, largest, extents, aligned):
+            if _fits(spec, sizes, largest, extents, aligned, () if strict else fixed):
                 return sizes
         largest *= 2
-    raise ValueError(f"spec {spec.name}: only its cases' sizes keep rows aligned and extents different")
+    return None
 
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
@@ -304,14 +320,26 @@ def _drawn(
     return sizes
 
 
-def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim], rows: Rows) -> bool:
+def _fits(
+    spec: Spec,
+    sizes: dict[str, int],
+    largest: int,
+    every: Collection[Dim],
+    rows: Rows,
+    given: Collection[str],
+) -> bool:
+    """Whether these sizes follow the rules of ``hidden``. ``given``: dims whose sizes may equal each other,
+    or a case's."""
     extents = [extent(sizes) for extent in every if extent.names]
+    same = {extent(sizes) for extent in every if extent.names and extent.names <= {*given}}
+    others = [extent(sizes) for extent in every if not extent.names <= {*given}]
     free = [dim for dim in spec.dims if dim not in spec.static]
+    new = [dim for dim in free if dim not in given]
     return (
         all(1 <= extent <= largest for extent in extents)
-        and len(set(extents)) == len(extents)
+        and len({*others, *same}) == len(others) + len(same)
         and all(sizes[dim] % HALF_TILE for dim in free)
-        and not any(sizes[dim] == case.sizes[dim] for dim in free for case in spec.cases)
+        and not any(sizes[dim] == case.sizes[dim] for dim in new for case in spec.cases)
         and _aligned(rows, sizes)
         and _drawable(spec, sizes)
     )
@@ -330,9 +358,10 @@ def _aligned(rows: Rows, sizes: Mapping[str, int]) -> bool:
 
 
 def _drawable(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether the inputs' ranges of integers contain any integers at these sizes."""
+    """Whether the inputs' ranges of integers, and their domains, contain any values at these sizes."""
     try:
         for tensor in spec.drawn.values():
+            tensor.bounds(sizes)
             if tensor.init.form in ("integers", "count", "offsets"):
                 tensor.init.range_at(sizes)
     except ValueError:

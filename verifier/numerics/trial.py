@@ -18,6 +18,11 @@ from coda_agent.verifier.numerics.reference import MISTAKES, TEXT, Tensors, cast
 from coda_agent.verifier.numerics.values import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import BadReference, Spec
 
+# A baseline may differ from the reference by this share of an output's RMS. Rounding gives up to 0.03 (in an
+# fp8 output).
+UNLIKE = 0.25
+TINY = 1e-3  # an RMS below this counts as this
+
 
 def check_reference(spec: Spec, *, odd: bool = True) -> None:
     """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
@@ -40,8 +45,12 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
     for name, share in gradients.wrong(spec, drawn, sizes).items():
         raise BadReference(f"{name} is not the gradient of forward: off by {share:.2g} of its RMS")
     own = {name: cast(inputs[name], DTYPES[t.dtype]) for name, t in spec.inputs.items()}
+    # computed first, because a baseline may write to an updated input
+    expected = run(spec, {name: cast(t, torch.float64) for name, t in own.items()}, sizes)
     try:
-        _try(spec, "reference" if spec.baseline is None else "baseline", own, sizes)
+        found = _try(spec, "reference" if spec.baseline is None else "baseline", own, sizes)
+        if spec.baseline is not None:
+            _check_baseline(spec, found, expected)
     except _Untriable:
         return
     except BadReference as error:
@@ -49,6 +58,21 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
             raise
         message = f"{error.message}; it is timed on inputs in their own dtypes: give a baseline with casts"
         raise BadReference(message, error.line) from None
+
+
+def _check_baseline(spec: Spec, found: Tensors, expected: Tensors) -> None:
+    """Raise BadReference if the baseline computes something else than the reference, because the benchmark
+    would then compare different work."""
+    for name in spec.outputs:
+        finite = expected[name].isfinite()
+        truth, error = expected[name][finite], (found[name].double() - expected[name])[finite]
+        share = float(error.square().mean().sqrt() / truth.square().mean().sqrt().clamp(min=TINY))
+        if finite.any() and not share <= UNLIKE:
+            raise BadReference(
+                f"baseline: output {name!r} differs from the reference's by {share:.2g} of its RMS; let both "
+                "compute the same",
+                key="baseline",
+            )
 
 
 def _check_rows(spec: Spec) -> None:

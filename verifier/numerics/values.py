@@ -101,6 +101,11 @@ def trial(spec: Spec, times: Mapping[str, int] | None = None) -> tuple[dict[str,
 
 def _trial_values(tensor: TensorSpec, name: str, sizes: Sizes, generator: torch.Generator) -> Tensor:
     shape = [d(sizes) for d in tensor.shape]
+    if any(extent < 1 for extent in shape):
+        message = (
+            f"input {name!r} has shape {shape} at the tiny sizes of a trial; write it without differences"
+        )
+        raise BadReference(message, key="inputs")
     if tensor.dtype not in ("int32", "int64"):
         return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
     try:

@@ -21,6 +21,7 @@ from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
 
 RESERVED = ("name", "sizes", "bench")  # keys of a case that are not sizes
+HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden (random) sizes in reports
 KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by number of axes
 PARTS = "_parts"  # suffix of an output that holds partial sums of a gradient
 
@@ -231,8 +232,13 @@ def _check_cases(spec: Declared) -> None:
             raise fault(
                 f"case {case.name!r} occurs twice; give each case its own name", "cases", index, "name"
             )
+        if case.name.partition(",")[0] == HIDDEN or case.name.startswith("tuned "):
+            words = "the verifier's own sizes have such names; choose another"
+            raise fault(f"case {case.name!r}: {words}", "cases", index, "name")
         names.add(case.name)
         _check_values(spec, case)
+    if not any(case.bench for case in spec.cases):
+        raise fault("no case is timed; leave out 'bench: false' in one case", "cases")
 
 
 def _check_sizes(spec: Declared, case: Case, index: int) -> None:
@@ -338,6 +344,12 @@ def _parsed(text: str, *place: str) -> set[str]:
         words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
         raise fault(f"{place[-1]}: {words}", *place, line) from None
     for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            words = f"{place[-1]}: write out what {node.name} computes; a text defines nothing"
+            raise fault(words, *place, node.lineno)
+        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom | ast.Await):
+            words = f"{place[-1]}: assign each output to its name instead of returning it"
+            raise fault(words, *place, node.lineno)
         if isinstance(node, ast.Import | ast.ImportFrom):
             words = f"{place[-1]}: remove the import: torch and its names are in scope"
             raise fault(words, *place, node.lineno)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import small_models
@@ -496,12 +496,12 @@ def test_nothing_is_kept_of_a_weight_that_fsdp_fills_again() -> None:
     often FSDP fills their memory."""
     model = small_models.model("Llama").eval()
     fused.patch(model, keep_reordered=True)
-    mlp = model.model.layers[0].mlp
+    mlp, autograd = model.model.layers[0].mlp, cast(Any, torch.autograd)
     mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight.detach().clone())
     with torch.no_grad():
         for _ in range(2):
             found = model(tokens(), use_cache=False).logits
-            with torch.autograd._unsafe_preserve_version_counter(mlp.up_proj.weight):
+            with autograd._unsafe_preserve_version_counter(mlp.up_proj.weight):
                 mlp.up_proj.weight.mul_(1.5)
         found = model(tokens(), use_cache=False).logits
         fused.unpatch(model)

@@ -10,7 +10,7 @@ import torch
 
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.error_gate import compare
-from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
+from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES, ON_CPU, draw
 from coda_agent.verifier.numerics.strength.mutation_score import weak_spots
 from coda_agent.verifier.spec.model import Spec
 
@@ -55,6 +55,27 @@ def one(dtype: str, init: dict[str, Any], shape: tuple[str, ...] = ("M",)) -> Sp
     """Return the spec with one more input, ``other``."""
     other = {"shape": shape, "dtype": dtype, "init": init}
     return wide(inputs={**SPEC["inputs"], "other": other})
+
+
+DOMAINS: list[tuple[str, dict[str, Any], Any]] = [
+    ("fp16", {"uniform": (0.25, 0.5)}, "positive"),
+    ("fp32", {"uniform": (0.25, 0.5)}, (0.25, 0.5)),
+    ("bf16", {"normal": {"std": 0.2}}, (-0.999, 0.999)),
+]
+
+
+@pytest.mark.parametrize("family", [*EVERY, *ON_CPU])
+@pytest.mark.parametrize(("dtype", "init", "domain"), DOMAINS)
+def test_no_value_lies_outside_of_its_domain(
+    dtype: str, init: dict[str, Any], domain: Any, family: str
+) -> None:
+    other = {"shape": ("M", "K"), "dtype": dtype, "init": init, "domain": domain}
+    spec = wide(inputs={**SPEC["inputs"], "other": other})
+    found, (low, high) = (
+        draw(spec, SIZES, 3, family=family)["other"].double(),
+        spec.inputs["other"].bounds(SIZES),
+    )
+    assert found.min() >= low and found.max() <= high
 
 
 @pytest.mark.parametrize("family", FAMILIES)

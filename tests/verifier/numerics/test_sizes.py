@@ -4,12 +4,14 @@ them."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from authoring import SHIPPED, SPECS, kernel_of, program_of
 
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.runtime.launchable import alignment_errors
 from coda_agent.verifier.loading import load
@@ -24,6 +26,7 @@ from coda_agent.verifier.numerics.sizes import (
     small_sizes,
     together,
 )
+from coda_agent.verifier.spec.file import of_text
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
@@ -91,6 +94,33 @@ def test_one_row(name: str) -> None:
     assert sizes[rows] == 1 and min(size for dim, size in sizes.items() if dim != rows) > 0
 
 
+def changed(name: str, *changes: tuple[str, str]) -> Spec:
+    """The spec with these replacements of text."""
+    text = (SPECS / f"{name}.yaml").read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return of_text(Path(f"{name}.yaml"), text, Spec, lambda spec: None)
+
+
+def test_one_row_may_be_a_case_of_the_spec() -> None:
+    spec = changed("gemm_rmsnorm", ("M: 128,", "M: 1,"))
+    sizes = hidden(spec, 3, rows=1)
+    assert sizes["M"] == 1 and all(sizes[dim] != case.sizes[dim] for dim in "KN" for case in spec.cases)
+
+
+def test_two_dims_may_count_rows() -> None:
+    """N leads the weight and a bias, and no output has columns."""
+    spec = changed(
+        "gemm_row_abs_max",
+        ("outputs:\n  y:    {shape: [M, N], dtype: bf16}\n", "  bias: {shape: [N], dtype: bf16}\noutputs:\n"),
+        ("  y = x @ w.mT\n  amax = y.abs().amax(-1)\n", "  amax = (x @ w.mT + bias).abs().amax(-1)\n"),
+    )
+    assert row_dims(spec) == {"M", "N"}
+    sizes = hidden(spec, 3, rows=1)
+    assert sizes["M"] == sizes["N"] == 1 and sizes["K"] > 1
+
+
 def test_gathered_rows_are_activations_though_they_count_other_tokens() -> None:
     assert activation_dims(spec_of("gemm_gathered_swiglu")) == {"M", "T"}
     assert activation_dims(spec_of("gemm_grouped_swiglu")) == {"T"}
@@ -156,5 +186,5 @@ def test_what_lies_between_is_drawn_anywhere_and_at_round_sizes_too() -> None:
 
 
 def test_sizes_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="spec gemm_rope: only its cases"):
+    with pytest.raises(InvalidInput, match="spec gemm_rope: no sizes beside its cases"):
         hidden(spec_of("gemm_rope"), 0, rows=64)  # hidden sizes are no multiples of half a tile, 64

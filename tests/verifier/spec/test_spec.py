@@ -127,6 +127,9 @@ def test_loading_without_check_needs_no_torch(write):
         ("    N: 12", "    N: true", 23, "case 'large': N is True; it must be a positive integer"),
         ("    bench: false", "    bnech: false", 24, "unknown key 'bnech'; did you mean 'bench'?"),
         ("name: large", "name: small", 20, "case 'small' occurs twice"),
+        ("name: large", 'name: "hidden, one row"', 20, "the verifier's own sizes have such names"),
+        ("  r = ", "  return 1\n  r = ", 17, "assign each output to its name"),
+        ("  r = ", "  def f(t): t\n  r = ", 17, "write out what f computes"),
         ("columns}", "columns, H: heads}", 3, "dim 'H' follows from no input's shape"),
         ("dims: {M", "dims: {name: x, M", 3, "dim 'name' is not a name for a size"),
         ("scale: {shape", "Scale: {shape", 7, "'Scale' is not a name for a value"),
@@ -171,8 +174,8 @@ def test_a_reference_is_tried_in_the_dtypes_it_is_measured_in(write):
     assert message.endswith("give a baseline with casts")
     for product in ("(a @ b.mT.half())", "torch.mm(a, b.mT.half(), out_dtype=torch.float32)"):  # GPU only
         path = write(*other)
-        text = f"{path.read_text()}baseline: |\n  c = {product} * scale[:, None] + old\n  r = scale\n"
-        path.write_text(text)
+        lines = f"  c = {product} * scale[:, None] + old\n  r = rsqrt((c * c).mean(-1) + eps)\n"
+        path.write_text(f"{path.read_text()}baseline: |\n{lines}")
         assert load(path).baseline
 
 
@@ -345,6 +348,13 @@ def test_a_reference_that_writes_to_an_input_is_refused(write, line):
     spec = write("  # a comment\n", f"  {line}\n")
     with pytest.raises(SpecError, match="it writes to its input '(scale|a)'"):
         load(spec)
+
+
+@pytest.mark.parametrize("wrong", ["old - (a @ b.mT)", "2 * (a @ b.mT)"])
+def test_a_baseline_that_computes_something_else_is_refused(write, wrong):
+    text = f"baseline: |\n  c = {wrong}\n  r = rsqrt((c * c).mean(-1) + eps)\n"
+    with pytest.raises(SpecError, match=r"baseline: output 'c' differs from the reference's by "):
+        load(write("cases:\n", f"{text}cases:\n"))
 
 
 def test_a_baseline_may_write_to_an_updated_input(write):
