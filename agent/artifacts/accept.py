@@ -77,8 +77,8 @@ def accept(
 ) -> list[Path]:
     """Write an accepted kernel's files and its run's recording: either all files or none. ``looked``: whether
     a person has read the kernel; if an author edited the code, this is required. ``spec``: the spec's file
-    and text, if it must be written too. Raises Refused if the run's
-    result is not an accepted kernel, or if writing fails."""
+    and text, if it must be written too. Raises Refused if the run's result is not an accepted kernel, or if
+    writing fails."""
     report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
         primitive = journal.header["spec"]

@@ -379,7 +379,7 @@ def _check(path: Path, connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into JournalError with a remedy."""
+    """Turn SQLite's errors, and missing permissions, into JournalError with a remedy."""
     try:
         yield
     except PermissionError as error:
