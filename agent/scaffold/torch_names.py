@@ -72,7 +72,7 @@ class TorchNames(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called = self._dotted(node.func) or ""
-        if called.startswith("math.") and (value := _number(called, node)) is not None:
+        if called.startswith("math.") and (value := _math_value(called, node)) is not None:
             return _literal(value)
         if called == "math.sqrt" and len(node.args) == 1:
             return ast.BinOp(self.visit(node.args[0]), ast.Pow(), ast.Constant(0.5))
@@ -191,7 +191,7 @@ def _literal(value: float) -> ast.expr:
     return ast.parse(repr(value), mode="eval").body
 
 
-def _number(called: str, node: ast.Call) -> float | None:
+def _math_value(called: str, node: ast.Call) -> float | None:
     """Return the value of a call such as ``math.log(2.0)``, or None if an argument or the value is not a
     number."""
     try:

@@ -108,8 +108,10 @@ class Proposal(Model):
 
         try:
             tree = ast.parse(self.reference.strip(), mode="eval")
-        except SyntaxError as error:
-            raise BadReference(f"reference: not one expression: {error.msg}") from None
+        # RecursionError and MemoryError: the text is nested too deeply
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
+            raise BadReference(f"reference: not one expression: {words}") from None
 
         class Qualify(ast.NodeTransformer):
             def visit_Name(inner, node: ast.Name) -> ast.expr:  # noqa: N805

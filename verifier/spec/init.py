@@ -16,6 +16,7 @@ from pydantic import model_validator
 from coda_agent.verifier.spec.fields import Model, fault, instead
 
 Sizes = Mapping[str, int]
+WIDTHS = 1e-30, 3e38  # a uniform range is wider than the first and narrower than the second
 IGNORED_SHARE = 0.1  # share of an input's values that are the ``ignored`` value
 
 
@@ -100,6 +101,8 @@ class Init(Model):
             raise fault("ignored works only with integers: {integers: [0, V], ignored: -100}", "ignored")
         if self.uniform and not (all(map(math.isfinite, self.uniform)) and self.uniform[0] < self.uniform[1]):
             raise fault(f"uniform {list(self.uniform)} must be finite, low then high", "uniform")
+        if self.uniform and not WIDTHS[0] < self.uniform[1] - self.uniform[0] < WIDTHS[1]:
+            raise fault(f"uniform {list(self.uniform)} is too narrow or too wide to draw in fp32", "uniform")
         if self.geometric and not all(math.isfinite(x) and x > 0 for x in self.geometric):
             raise fault(f"geometric {list(self.geometric)} must be positive and finite", "geometric")
         return self

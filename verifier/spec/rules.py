@@ -22,6 +22,7 @@ from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSp
 
 RESERVED = ("name", "sizes", "bench")  # keys of a case that are not sizes
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden (random) sizes in reports
+MOST_DIMS = 64
 KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by number of axes
 PARTS = "_parts"  # suffix of an output that holds partial sums of a gradient
 
@@ -48,6 +49,8 @@ def check(spec: Declared) -> None:
 
 
 def _check_names(spec: Declared) -> None:
+    if len(spec.dims) > MOST_DIMS:
+        raise fault(f"{len(spec.dims)} dims; give at most {MOST_DIMS}", "dims")
     for dim in spec.dims:
         if not DIM_NAME.fullmatch(dim) or keyword.iskeyword(dim) or dim in RESERVED:
             raise fault(f"dim {dim!r} is not a name for a size; use a word such as M or d_model", "dims", dim)

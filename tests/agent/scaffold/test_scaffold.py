@@ -21,7 +21,7 @@ from checkout import ROOT
 from benchmarks.operators import OPTIONS
 from coda_agent.agent.cli import main
 from coda_agent.agent.scaffold.function import read
-from coda_agent.agent.scaffold.torch_names import _number
+from coda_agent.agent.scaffold.torch_names import _math_value
 from coda_agent.agent.storage.journal import read_export
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.inputs import draw
@@ -725,4 +725,4 @@ def test_a_function_gives_the_spec_that_was_authored(new: Command, name: str) ->
 def test_calls_of_math_are_numbers_where_they_have_one(call: str, value: float | None) -> None:
     node = ast.parse(call, mode="eval").body
     assert isinstance(node, ast.Call)
-    assert _number(call.partition("(")[0], node) == value
+    assert _math_value(call.partition("(")[0], node) == value

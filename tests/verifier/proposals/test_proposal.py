@@ -52,6 +52,7 @@ pytestmark = pytest.mark.slow
         ("x / (1 + abs(x))", "x / (1 + magnitude(x))", 4, "'magnitude' is neither a torch name"),
         ("x / (1 + abs(x))", "x > 0", 4, "leave out casts"),
         ("x / (1 + abs(x))", "x = 1", 4, "not one expression"),
+        ("x / (1 + abs(x))", "(" * 500 + "x" + ")" * 500, 4, "not one expression"),
         ("x / (1 + abs(x))", "log(x)", 5, "not finite at x = "),
         ("[-inf, inf]", "[3, 2]", 5, "is not an fp32 interval"),
         ("{x: [", "{y: [", 5, "'y' is not one of the arguments x"),
