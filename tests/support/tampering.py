@@ -170,7 +170,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, far off on stretched inputs": (
         lambda k: edit(k, lambda r: figures(r, "numerics")["hidden"]["beyond"]["c"].update(rms_ratio=1e9)),
-        "output 'c' has a rms_ratio of 1000000000.0 over",
+        "output 'c' has a rms_ratio of 1000000000.0, over",
     ),
     "report, a control beyond all bounds": (
         lambda k: edit(k, lambda r: r["controls"][0]["same"].update(estimate=1e300)),

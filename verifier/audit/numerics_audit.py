@@ -130,7 +130,7 @@ def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> 
     judged = [("", o, e, _limits(spec, o, sizes)) for o, e in proved.outputs.items()]
     judged += [(" on stretched inputs", o, e, _far_limits(spec, o)) for o, e in proved.beyond.items()]
     return [
-        f"case {case}: output {output!r} has a {statistic} of {value} over {limit:.4g}{where}"
+        f"case {case}: output {output!r} has a {statistic} of {value}, over {limit:.4g}{where}"
         for where, output, errors, limits in judged
         for statistic, limit in limits.items()
         if (value := getattr(errors, statistic)) > limit + ROUNDED

@@ -36,7 +36,7 @@ TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
 
 
 def _bounded(interval: Interval) -> Interval:
-    if not all(0 < ratio < 1e12 for ratio in (interval.low, interval.estimate, interval.high)):
+    if not all(abs(ratio) < 1e12 for ratio in (interval.low, interval.estimate, interval.high)):
         raise ValueError("not a ratio of two times")
     return interval
 
