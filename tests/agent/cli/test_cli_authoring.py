@@ -67,6 +67,20 @@ def test_generate_says_how_it_went(command: Command, spec: Path, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_compiler")
+def test_a_run_finds_its_answers_from_every_folder(
+    command: Command, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answered(Path("hands"), fenced(BROKEN), fenced(TOY_KERNEL))
+    options = ("--provider", "handoff", "--directory", "hands", "--attempts", 1, "--no-gpu")
+    assert command("generate", spec.absolute(), *options).status == 1
+    (name,) = runs.names()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert command("resume", name, "--attempts", 2, "--no-gpu", "--time-limit", 20).status == 0
+
+
+@pytest.mark.usefixtures("no_compiler")
 def test_a_command_reads_its_spec_and_makes_its_provider_once(
     command: Command, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

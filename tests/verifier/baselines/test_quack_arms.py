@@ -262,6 +262,8 @@ def test_what_is_called_library_is_quacks_own(name: str) -> None:
 def test_arms_are_left_out_where_there_is_none() -> None:
     wanted = ("torch.compile", *ARMS)
     assert admitted(spec_of("gemm_relu2"), wanted) == wanted
+    other = spec_of("gemm_relu2").model_copy(update={"reference": "preact = x @ w.mT\nact = preact"})
+    assert admitted(other, wanted) == ("torch.compile", MATMUL)  # its name is that of a shipped spec
     assert admitted(spec_of("gemm_fp8_row_scale"), wanted) == ("torch.compile",)
     assert admitted(spec_of("gemm_cross_entropy_bwd"), wanted) == ("torch.compile", MATMUL)
     assert admitted(spec_of("gemm_cross_entropy_bwd"), wanted, beside_kept=True) == ("torch.compile",)
