@@ -226,6 +226,14 @@ def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return loss.summed(h.flatten(0, -2), weight, _targets(target, weight))
 
 
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matmul of this tensor is computed. Autocast does not change fp64."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
 def _targets(target: Tensor, weight: Tensor) -> Tensor:
     """Flatten the targets, and assert that each target is ignored or is the number of a row of the weight."""
     flat = target.flatten()

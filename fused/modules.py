@@ -6,7 +6,6 @@ stream is [..., length, D]. The forwards raise TypeError under autocast to anoth
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from coda_agent.fused import functional, loss
@@ -24,10 +23,7 @@ def _norm(module: nn.RMSNorm) -> functional.Norm:
 
 
 def _check_autocast(weight: Tensor) -> None:
-    kind = weight.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return
-    if torch.get_autocast_dtype(kind) != weight.dtype:
+    if functional.matmul_dtype(weight) != weight.dtype:
         raise TypeError(
             f"these modules compute in their weights' dtype, {weight.dtype}, and do not follow autocast: "
             "convert the module, as in module.to(torch.bfloat16)"

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_f
 
 from coda_agent.fused import functional, loss
-from coda_agent.fused.huggingface.layers import matmul_dtype, norm_of, not_plain, unfit
+from coda_agent.fused.functional import matmul_dtype
+from coda_agent.fused.huggingface.layers import norm_of, not_plain, unfit
 from coda_agent.fused.huggingface.stack import hooked
 from coda_agent.fused.pointwise.norm import rms_norm
 

@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from coda_agent.fused import functional
 from coda_agent.fused.chains import Begun, kept, remade
+from coda_agent.fused.functional import matmul_dtype
 from coda_agent.fused.huggingface import stack
 from coda_agent.fused.pointwise.heads import heads
 from coda_agent.primitives.target import TARGET
@@ -174,9 +175,8 @@ def _other_activation(module: nn.Module, how: Settings) -> str:
     name = type(module).__name__
     if not how.activation or ACTIVATIONS.get(name) != how.activation:
         return f"there is no kernel for the activation {name}"
-    if stack.hooked(module):
-        return "mlp.act_fn has hooks"
-    return "mlp.act_fn has a forward of its own" if own_forward(module) else ""
+    why = changed(module, (type(module),))
+    return f"mlp.act_fn {why}" if why else ""
 
 
 def unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
@@ -192,14 +192,6 @@ def unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
     elif x.device.type not in ("cpu", "meta") or dtype == torch.float64:
         return f"{dtype} on {x.device.type}"
     return ""
-
-
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matmul of this tensor is computed. Autocast does not change fp64."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
 
 
 _warned: set[str] = set()

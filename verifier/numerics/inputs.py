@@ -214,34 +214,21 @@ def _draw(
     fp8 = dtype == torch.float8_e4m3fn
     if init.offsets is not None:
         return values.to(dtype)  # other integers would not be valid offsets
+    of = _typical(tensor, values, sizes, own, seed)
     if family in STRETCHED:
-        values = stretched(_typical(tensor, values, sizes, own, seed), family)
+        values = stretched(of, family)
     elif init.normal:
         activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
         shared = _generator(f"{seed}/", device)  # same for all inputs: their names are not in the seed
         values = (FAMILIES | ON_CPU)[family](
             _Drawn(values, init.normal.at(sizes), activation, fp8, own, shared)
         )
-        if tensor.domain != "finite":
-            values = legal(_typical(tensor, values, sizes, own, seed), values)
     elif init.uniform and family == "integers":
         values = _on_grid(values, *init.uniform)
-    if fp8:  # clamped first, because not every cast saturates
-        return values.clamp_(-448.0, 448.0).to(dtype)
-    made = values.to(dtype)
-    return made if tensor.domain == "finite" else _inside(made, *tensor.bounds(sizes))
-
-
-def _inside(values: Tensor, low: float, high: float) -> Tensor:
-    """Move values that rounding put outside of a domain to the domain's outermost values in their dtype."""
-    if not values.is_floating_point():
-        return values
-    ends = []
-    for end, inward in ((low, math.inf), (high, -math.inf)):
-        at = torch.tensor(end, dtype=values.dtype)
-        outside = float(at) < end if inward > 0 else float(at) > end
-        ends.append(float(at.nextafter(torch.tensor(inward, dtype=values.dtype)) if outside else at))
-    return values.clamp(*ends)
+    if family not in STRETCHED and tensor.domain != "finite" and dtype.is_floating_point:
+        values = legal(of, values)
+    # clamped first, because not every cast saturates
+    return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)
 
 
 def routing(family: str) -> str:
@@ -260,7 +247,18 @@ def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
 
 
 def _typical(tensor: TensorSpec, values: Tensor, sizes: Sizes, own: torch.Generator, seed: int) -> Typical:
-    return Typical(values, tensor.init, tensor.dtype, *tensor.bounds(sizes), own, seed)
+    low, high = tensor.bounds(sizes)
+    ends = _inward(low, math.inf, DTYPES[tensor.dtype]), _inward(high, -math.inf, DTYPES[tensor.dtype])
+    return Typical(values, tensor.init, tensor.dtype, *ends, own, seed)
+
+
+def _inward(end: float, towards: float, dtype: torch.dtype) -> float:
+    """The end of a domain, or the next value in its dtype if the end would be rounded to a value outside."""
+    if not dtype.is_floating_point or dtype.itemsize == 1:  # nextafter takes neither integers nor fp8
+        return end
+    at = torch.tensor(end, dtype=dtype)
+    outside = float(at) < end if towards > 0 else float(at) > end
+    return float(at.nextafter(torch.tensor(towards, dtype=dtype)) if outside else at)
 
 
 def _generator(stream: str, device: str | torch.device) -> torch.Generator:

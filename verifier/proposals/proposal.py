@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, model_validator
 from coda_agent.primitives.compiler.lower import editable, exports
 from coda_agent.primitives.lang.ir import OPERATIONS, Node, Operation, Program, register
 from coda_agent.primitives.lang.signature import VALUE_NAME
-from coda_agent.verifier.spec.fields import Model, fault
+from coda_agent.verifier.spec.fields import UNPARSABLE, Model, fault, unparsable
 from coda_agent.verifier.spec.file import of_text, read
 from coda_agent.verifier.spec.model import BadReference, Spec
 
@@ -108,10 +108,8 @@ class Proposal(Model):
 
         try:
             tree = ast.parse(self.reference.strip(), mode="eval")
-        # RecursionError and MemoryError: the text is nested too deeply
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
-            raise BadReference(f"reference: not one expression: {words}") from None
+        except UNPARSABLE as error:
+            raise BadReference(f"reference: not one expression: {unparsable(error)}") from None
 
         class Qualify(ast.NodeTransformer):
             def visit_Name(inner, node: ast.Name) -> ast.expr:  # noqa: N805

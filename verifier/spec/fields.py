@@ -9,6 +9,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+# the errors of ast.parse; the last two mean that the text is nested too deeply
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+def unparsable(error: BaseException) -> str:
+    """Why a text does not parse, from an error in ``UNPARSABLE``."""
+    return str(getattr(error, "msg", error)) if str(error) else "it is nested too deep"
+
 
 def fault(message: str, *place: str | int) -> PydanticCustomError:
     """An error with a message for the spec's author. ``place``: the keys that lead from the validated model

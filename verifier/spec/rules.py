@@ -17,7 +17,7 @@ from coda_agent.primitives.compiler.lowered import HEAD_GRAIN
 from coda_agent.primitives.lang.dims import NAME as DIM_NAME
 from coda_agent.primitives.lang.dims import Dim, Unsolvable, named_by_callers, solving_order
 from coda_agent.primitives.lang.signature import INDICES, OPERANDS, READABLE, VALUE_NAME, WRITABLE
-from coda_agent.verifier.spec.fields import fault, instead
+from coda_agent.verifier.spec.fields import UNPARSABLE, fault, instead, unparsable
 from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSpec, TensorSpec
 
 RESERVED = ("name", "sizes", "bench")  # keys of a case that are not sizes
@@ -341,11 +341,9 @@ def _parsed(text: str, *place: str) -> set[str]:
     """The names that a text assigns. Raises a fault if the text does not parse, or imports anything."""
     try:
         tree = ast.parse(text)
-    # RecursionError and MemoryError: the text is nested too deeply
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except UNPARSABLE as error:
         line = getattr(error, "lineno", None) or 1
-        words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
-        raise fault(f"{place[-1]}: {words}", *place, line) from None
+        raise fault(f"{place[-1]}: {unparsable(error)}", *place, line) from None
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             words = f"{place[-1]}: write out what {node.name} computes; a text defines nothing"

@@ -12,6 +12,7 @@ from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.error_gate import compare
 from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES, ON_CPU, draw
 from coda_agent.verifier.numerics.strength.mutation_score import weak_spots
+from coda_agent.verifier.numerics.strength.search import search
 from coda_agent.verifier.spec.model import Spec
 
 SPEC: dict[str, Any] = {
@@ -76,6 +77,16 @@ def test_no_value_lies_outside_of_its_domain(
         spec.inputs["other"].bounds(SIZES),
     )
     assert found.min() >= low and found.max() <= high
+
+
+@pytest.mark.parametrize(("dtype", "init", "domain"), DOMAINS)
+def test_no_searched_value_lies_outside_of_its_domain(dtype: str, init: dict[str, Any], domain: Any) -> None:
+    other = {"shape": ("M", "K"), "dtype": dtype, "init": init, "domain": domain}
+    spec = wide(inputs={**SPEC["inputs"], "other": other})
+    low, high = spec.inputs["other"].bounds(SIZES)
+    for seed in range(30):
+        found = search(spec, SIZES, seed, [0.3, 1.0])["other"].double()
+        assert found.min() >= low and found.max() <= high
 
 
 @pytest.mark.parametrize("family", FAMILIES)
