@@ -252,6 +252,20 @@ def _take(path: Path, result: KernelResult) -> tuple[str, Measurement]:
     return run.name, measurement
 
 
+def check_free(out: Path, path: Path, bundle: Bundle) -> None:
+    """Check that measuring the bundle at ``path`` may replace ``out``. Raises InvalidInput if ``out`` holds
+    the results of another bundle, or is no file of results."""
+    if not out.exists():
+        return
+    ours = {(entry.run, entry.attempt) for entry in bundle.entries}
+    others = [r.run for r in _read(out, BundleResults).results if (r.run, r.attempt) not in ours]
+    if others:
+        raise InvalidInput(
+            f"{out}: holds results of another bundle than {path} (run {others[0]}), which would be lost; "
+            "give another --out, or move the file"
+        )
+
+
 def write(path: Path, content: BaseModel) -> None:
     try:
         write_atomic(path, content.model_dump_json(indent=1) + "\n")

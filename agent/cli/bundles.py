@@ -53,6 +53,7 @@ def measure(
     if not path.is_file():
         raise typer.BadParameter(f"{path}: no such file; give a file written by bundle")
     bundle = bundles.read(path)
+    bundles.check_free(out, path, bundle)
     if ray is None and not setup.use_gpu(None):
         raise Absent(f"{setup.NO_H100}; copy {path} to a machine with an H100, and measure there")
     with progress.LiveView(setup.console(False)) as watch:

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Literal, Protocol
 
 from coda_agent.primitives.compiler.lowered import HEAD_GRAIN
+from coda_agent.primitives.compiler.roofline import ITEM_BYTES
 from coda_agent.primitives.lang.dims import NAME as DIM_NAME
 from coda_agent.primitives.lang.dims import Dim, Unsolvable, named_by_callers, solving_order
 from coda_agent.primitives.lang.signature import INDICES, OPERANDS, READABLE, VALUE_NAME, WRITABLE
@@ -23,6 +24,7 @@ from coda_agent.verifier.spec.parts import Case, Declared, ForwardSpec, OutputSp
 RESERVED = ("name", "sizes", "bench")  # keys of a case that are not sizes
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden (random) sizes in reports
 MOST_DIMS = 64
+MEMORY = 80e9  # bytes of an H100
 KINDS = ("scalar", "vector", "matrix", "matrix for each expert")  # by number of axes
 PARTS = "_parts"  # suffix of an output that holds partial sums of a gradient
 
@@ -240,6 +242,7 @@ def _check_cases(spec: Declared) -> None:
             raise fault(f"case {case.name!r}: {words}", "cases", index, "name")
         names.add(case.name)
         _check_values(spec, case)
+        _check_memory(spec, case, index)
     if not any(case.bench for case in spec.cases):
         raise fault("no case is timed; leave out 'bench: false' in one case", "cases")
 
@@ -255,6 +258,14 @@ def _check_sizes(spec: Declared, case: Case, index: int) -> None:
     missing = [dim for dim in spec.dims if dim not in case.sizes]
     if missing:
         raise fault(f"case {case.name!r} gives no size for {', '.join(missing)}", "cases", index)
+
+
+def _check_memory(spec: Declared, case: Case, index: int) -> None:
+    tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
+    taken = sum(ITEM_BYTES[t.dtype] * math.prod(dim(case.sizes) for dim in t.shape) for t in tensors)
+    if taken > MEMORY:
+        message = f"case {case.name!r}: its tensors take {taken / 1e9:,.0f} GB, and an H100 has 80 GB"
+        raise fault(f"{message}; give smaller sizes", "cases", index)
 
 
 def _check_values(spec: Declared, case: Case) -> None:

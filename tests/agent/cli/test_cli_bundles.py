@@ -52,6 +52,26 @@ def test_bundle_measure_import(command: Command, spec: Path, tmp_path: Path, gpu
     assert "accepted: toy, program " in command("review", name).out
 
 
+def test_results_of_another_bundle_are_not_replaced(
+    command: Command, spec: Path, tmp_path: Path, gpu: None
+) -> None:
+    results = tmp_path / "r.json"
+    names = [make_run(spec, source) for source in (TOY_KERNEL, TURNED)]
+    for name in names:
+        command("bundle", name, "-o", tmp_path / f"{name}.json")
+    first, second = (tmp_path / f"{name}.json" for name in names)
+    for _ in range(2):  # a bundle may replace its own results
+        assert command("measure", first, "-o", results).status == 0
+    before = results.read_text()
+    done = command("measure", second, "-o", results)
+    assert (
+        done.status == 2 and f"holds results of another bundle than {second} (run {names[0]})" in done.said()
+    )
+    assert command("measure", second, "-o", first).status == 2
+    assert results.read_text() == before
+    assert command("measure", second, "-o", tmp_path / "other.json").status == 0
+
+
 def test_a_bundle_is_measured_when_the_gpu_is_free(
     command: Command, spec: Path, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_loading_without_check_needs_no_torch(write):
         ("    N: 12", "    N: 0", 23, "case 'large': N is 0; it must be a positive integer"),
         ("    N: 12", "    N: 12.0", 23, "case 'large': N is 12.0; it must be a positive integer"),
         ("    N: 12", "    N: true", 23, "case 'large': N is True; it must be a positive integer"),
+        ("    M: 64", "    M: 1000000000", 20, "its tensors take 136 GB, and an H100 has 80 GB"),
         ("    bench: false", "    bnech: false", 24, "unknown key 'bnech'; did you mean 'bench'?"),
         ("name: large", "name: small", 20, "case 'small' occurs twice"),
         ("name: large", 'name: "hidden, one row"', 20, "the verifier's own sizes have such names"),
