@@ -50,6 +50,10 @@ class Slot(Protocol):
         slot is lost."""
         ...
 
+    def close(self) -> None:
+        """End the slot's process, and with it the work that the slot runs."""
+        ...
+
 
 class Executor(Protocol):
     """Provides slots. Nodes may join and leave at any time, with their slots."""
@@ -80,16 +84,14 @@ class ProcessSlot:
         self._worker: Worker | None = None
 
     def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
-        worker, self._worker = self._worker, None
+        worker = self._worker
         if worker is None or not worker.alive:
-            worker = self._started()
+            worker = self._worker = self._started()
         try:
-            answer = worker.ask(task, argument, patience=patience, progress=progress)
+            return worker.ask(task, argument, patience=patience, progress=progress)
         except BaseException:
             worker.close()
             raise
-        self._worker = worker
-        return answer
 
     def _started(self) -> Worker:
         env = subprocesses.environment() | {"CUDA_VISIBLE_DEVICES": self._gpu.uuid if self._gpu else ""}

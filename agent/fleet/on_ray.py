@@ -121,6 +121,10 @@ class RaySlot:
     def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
         return self.answer(self.begin(task, argument, patience), progress)
 
+    def close(self) -> None:
+        with suppress(RayError):  # the actor may be alive, although it is silent
+            ray.kill(self.actor)
+
     def begin(self, task: Task, argument: Any, patience: float) -> Any:
         """Start a piece of work; return the stream of its messages."""
         return self.actor.run.remote(base64.b64encode(pickle.dumps((task, argument))).decode(), patience)
@@ -247,8 +251,7 @@ class OnRay:
                 self._seat(identifier, node, RaySlot(f"{node.name}/GPU {gpu}", GPU, node.name, None))
         for slot in [slot for slot in self._slots.values() if slot.lost and slot.node == node.name]:
             del self._slots[slot.name]
-            with suppress(RayError):  # the actor may still be alive, although silent
-                ray.kill(slot.actor)
+            slot.close()
             self._seat(identifier, node, slot)
         for slot, identity in list(node.waiting):
             if _done(identity):

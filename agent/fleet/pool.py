@@ -113,7 +113,8 @@ class Pool:
             if suspect.name != use.slot.name:
                 self.leave_out(suspect, f"a piece failed there, and not elsewhere: {words}")
         except SlotLost as lost:
-            self.leave_out(use.slot, f"lost: {lost}", forget=True)
+            if not self._closed:
+                self.leave_out(use.slot, f"lost: {lost}", forget=True)
             raise
         except (WorkerError, Lost) as error:
             if isinstance(error, Lost) and error.code == "hung" and not gpu:
@@ -212,13 +213,16 @@ class Pool:
 
     @contextmanager
     def threads(self, number: int) -> Iterator[ThreadPoolExecutor]:
-        """Threads that lease slots. If the block is interrupted, no further lease starts."""
+        """Threads that lease slots. If the block is interrupted, all work ends, and no further lease
+        starts."""
         with ThreadPoolExecutor(number or 1) as threads:
             try:
                 yield threads
             except KeyboardInterrupt:
                 self.close("interrupted")
                 threads.shutdown(wait=False, cancel_futures=True)
+                for use in list(self.uses.values()):
+                    use.slot.close()
                 raise
 
     def _alone(self, kind: str) -> str:

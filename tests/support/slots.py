@@ -32,6 +32,8 @@ class FakeSlot:
             raise SlotLost(self.name)
         return self.act(task, argument, progress)
 
+    def close(self) -> None: ...
+
 
 @dataclass
 class FakeExecutor:

@@ -135,6 +135,13 @@ def test_a_killed_worker_costs_one_piece_and_its_slot_comes_back(fleet: Fleet, t
     fleet.here("a", "b")
 
 
+def test_a_closed_slot_ends_its_work_and_comes_back(fleet: Fleet, tmp_path: Path) -> None:
+    with pytest.raises(SlotLost), fleet.pool.lease(False, "c check") as slot:
+        never = str(tmp_path / "never")
+        slot.run(fleet_tasks.wait_for, never, patience=PATIENCE, progress=lambda *_: slot.close())
+    fleet.here("a", "b")
+
+
 def test_objects_that_one_node_compiled_are_not_compiled_on_another(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,14 +6,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import PYTHONPATH
+from fleet_tasks import wait_for
 from slots import FakeExecutor, FakeSlot
 from waiting import eventually
 from worker_tasks import double
 
 from coda_agent.agent.fleet import pool as pools
+from coda_agent.agent.fleet.local import Local
 from coda_agent.agent.fleet.pool import GivenUp, Pool, Suspect
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
@@ -145,6 +150,22 @@ def test_an_interrupted_command_leases_no_more() -> None:
         threading.Timer(0.3, go.set).start()
         raise KeyboardInterrupt
     assert not told(events, "lease")
+
+
+def test_an_interrupted_command_ends_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    began = threading.Event()
+    with closing(Local(cpus=1, gpus=())) as executor:
+        pool = Pool(executor, lambda kind, told: None)
+        with pytest.raises(KeyboardInterrupt), pool.threads(1) as threads:
+            never = str(tmp_path / "never")
+            done = threads.submit(
+                pool.run, "r", wait_for, never, patience=300, progress=lambda *_: began.set()
+            )
+            assert began.wait(120)
+            raise KeyboardInterrupt
+    assert done.exception(0)
+    assert not pool.left_out
 
 
 def test_a_piece_that_fails_everywhere_is_at_fault_and_no_slot_leaves() -> None:
