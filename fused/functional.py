@@ -215,6 +215,8 @@ def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     the target [...] is -100. Every other target must be the number of a row of ``weight``; otherwise an
     assertion fails, as in PyTorch."""
     flat = _targets(target, weight)
+    if not len(flat):
+        return (h @ weight.mT).sum(-1).float()  # no value, but autograd finds ``h`` and ``weight``
     lse, chosen = LOSS(h=h.flatten(0, -2), w=weight, target=flat)
     return torch.where(flat == loss.IGNORED, 0.0, lse - chosen).view_as(target)
 

@@ -43,10 +43,10 @@ PARTS = {
 
 class Settings(NamedTuple):
     """How to compute a layer. ``centered``: norms multiply by 1 + weight. ``rotates``: the matmul's epilogue
-    rotates queries and keys. ``keeps``: keep reordered weights between calls without gradients, and from a
-    forward to its backward. ``kinds``: the family's classes of norms, MLP and attention. ``next_norm``: the
-    next layer's first norm, if this layer also computes that norm, without the row scaling; otherwise
-    None."""
+    rotates queries and keys, if they have no bias. ``keeps``: keep reordered weights between calls without
+    gradients, and from a forward to its backward. ``kinds``: the family's classes of norms, MLP and
+    attention. ``next_norm``: the next layer's first norm, if this layer also computes that norm, without the
+    row scaling; otherwise None."""
 
     activation: str
     centered: bool
@@ -78,9 +78,7 @@ def settings(layer: Any, keeps: bool = False) -> Settings:
     return Settings(
         activation=ACTIVATIONS.get(type(getattr(layer.mlp, "act_fn", None)).__name__, ""),
         centered=name == "gemma",
-        rotates=not hasattr(attention, "q_norm")
-        and getattr(attention.q_proj, "bias", None) is None
-        and functional.rotates(attention.head_dim),
+        rotates=not hasattr(attention, "q_norm") and functional.rotates(attention.head_dim),
         keeps=keeps,
         rotate=code.apply_rotary_pos_emb,
         eager_attention=code.eager_attention_forward,
@@ -262,7 +260,8 @@ def _watched(attention: Any, how: Settings) -> bool:
 
 def norm_of(module: Any, centered: bool) -> functional.Norm:
     weight = 1.0 + module.weight.float() if centered else module.weight
-    return functional.Norm(weight, getattr(module, "variance_epsilon", None) or module.eps)
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return functional.Norm(weight, eps)
 
 
 def _attended(
@@ -312,7 +311,7 @@ def _heads(
         usual = cos.shape[-1] == attention.head_dim and not any(changed(norm, how.kinds) for norm in norms)
         usual = usual and len({norm.variance_epsilon for norm in norms}) < 2  # ``heads`` takes one eps
         # A cache keeps the model's own order of columns, because other code may read the cache.
-        rotated = usual and how.rotates and not cached
+        rotated = usual and how.rotates and attention.q_proj.bias is None and not cached
         sizes = [part.weight.shape[0] for part in _projections(layer)]
         one = usual and not rotated  # ``heads`` takes queries, keys and values in one matrix
         projected, x = _projected(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from types import CodeType
 from typing import Any, NamedTuple, cast
@@ -20,6 +20,8 @@ from coda_agent.fused.huggingface import causal, layers
 from coda_agent.fused.huggingface import stack as whole_stack
 from coda_agent.fused.huggingface.layers import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
+
+_ATTRIBUTE = "_coda_agent_patch"
 
 
 class PatchedPart(NamedTuple):
@@ -47,11 +49,46 @@ class Table(tuple[PatchedPart, ...]):
         return any(row.runs == "fused" for row in self)
 
 
-class PatchedForward:
-    """The forward of a patched module."""
+class Patch(NamedTuple):
+    """What computes a patched module. A module is patched as long as it has this attribute, even if other
+    code has wrapped its forward."""
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any], settings: Settings | None):
-        self.module, self.run, self.settings = module, run, settings
+    run: Callable[..., Any]
+    settings: Settings | None
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that is, or was, patched."""
+    usual = partial(type(module).forward, module)
+    patch: Patch | None = getattr(module, _ATTRIBUTE, None)
+    if patch is None:
+        return usual(*args, **kwargs)
+    own = () if patch.settings is None else (patch.settings,)
+    return patch.run(module, *own, usual, *args, **kwargs)
+
+
+@cache
+def _function(cls: type[nn.Module]) -> Callable[..., Any]:
+    """``_forward`` with the signature of the class's own forward."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(module, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+class PatchedForward:
+    """The forward of a patched module, which can be copied and pickled with the module."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function that accelerate wraps, as it would wrap that of a method. So copies of a wrapped
+        module read their own weights."""
+        return _function(cast(Any, type(self.module)))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -62,23 +99,20 @@ class PatchedForward:
         """The code of the module's own forward, whose parameters torch.export reads."""
         return cast(CodeType, inspect.unwrap(type(self.module).forward).__code__)
 
-    def usual(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the unpatched module computes."""
-        return type(self.module).forward(self.module, *args, **kwargs)
-
     def replica(self) -> nn.Module:
         """A replica of the module for torch.nn.DataParallel. Its forward reads the replica's own weights."""
         made = cast(nn.Module, type(self.module)._replicate_for_data_parallel(self.module))
-        made.forward = PatchedForward(made, self.run, self.settings)
+        made.forward = PatchedForward(made)
         return made
 
-    def attach(self) -> None:
-        self.module.forward = self
-        self.module._replicate_for_data_parallel = self.replica  # type: ignore[method-assign]
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = () if self.settings is None else (self.settings,)
-        return self.run(self.module, *own, self.usual, *args, **kwargs)
+        return _forward(self.module, *args, **kwargs)
+
+
+def _attach(module: nn.Module, run: Callable[..., Any], settings: Settings | None = None) -> None:
+    setattr(module, _ATTRIBUTE, Patch(run, settings))
+    module.forward = PatchedForward(module)
+    module._replicate_for_data_parallel = module.forward.replica  # type: ignore[method-assign]
 
 
 def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
@@ -123,13 +157,15 @@ def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo ``patch``. Modules that ``patch`` left alone do not change."""
+    """Undo ``patch``. Modules that ``patch`` left alone do not change. A forward that other code has wrapped
+    since ``patch`` stays wrapped, and computes what the unpatched module computes."""
     for module in model.modules():
-        own = vars(module).get("forward")
-        if isinstance(own, PatchedForward):
-            chains.forget(*module.parameters())
+        if vars(module).pop(_ATTRIBUTE, None) is None:
+            continue
+        chains.forget(*module.parameters())
+        vars(module).pop("_replicate_for_data_parallel", None)
+        if getattr(module.forward, "__func__", None) is PatchedForward(module).__func__:
             del module.forward
-            vars(module).pop("_replicate_for_data_parallel", None)
 
 
 def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -163,13 +199,15 @@ def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> lis
         return [_row(layer, "all", "", foreign)]
     how = layers.settings(layer, keeps)
     if keeps:
-        chains.may_keep(*layer.parameters())
+        # Leave out quantized weights: PyTorch cannot replace a weight that ``chains`` refers to.
+        chains.may_keep(*(weight for weight in layer.parameters() if type(weight) is nn.Parameter))
     why = {part: layers.refusal(layer, how, part, sharded) for part in layers.PARTS}
     no_next = "" if following is None else _no_next_norm(layer, following, why, sharded)
     if following is not None and not no_next:
         how = how._replace(next_norm=following.input_layernorm)
-    PatchedForward(layer, layers.layer_forward, how).attach()
-    bias, turned = getattr(layer.self_attn.q_proj, "bias", None) is not None, how.rotates
+    _attach(layer, layers.layer_forward, how)
+    bias = getattr(layer.self_attn.q_proj, "bias", None) is not None
+    turned = how.rotates and not bias
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned} (derived)"
     after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
     after += "_next_norm" * (how.next_norm is not None) + " (derived)"
@@ -189,7 +227,7 @@ def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
         why = "the model has a forward of its own"
     else:
         why = causal.loss_refusal(model, sharded)
-        PatchedForward(model, causal.causal_forward, None).attach()
+        _attach(model, causal.causal_forward)
     return [_row(model, "loss in training, without logits", "summed_loss", why)]
 
 
@@ -198,7 +236,7 @@ def _last_norm(norm: Any) -> list[PatchedPart]:
     if layers.own_forward(norm):
         return [_row(norm, "last norm", "", "it has a forward of its own")]
     run = partial(causal.norm_forward, centered=layers.family(norm, "RMSNorm") == "gemma")
-    PatchedForward(norm, run, None).attach()
+    _attach(norm, run)
     return [_row(norm, "last norm", "rms_norm", "")]
 
 

@@ -297,6 +297,15 @@ def test_a_loss_of_tensors_on_two_devices_is_refused(loss: Any) -> None:
             loss(*given)
 
 
+@pytest.mark.parametrize("loss", [functional.cross_entropy, functional.summed_cross_entropy])
+def test_a_loss_without_rows_has_gradients(loss: Any) -> None:
+    h, w = torch.randn(2, 0, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    found = loss(h, w, torch.empty(2, 0, dtype=torch.int64))
+    assert found.shape == ((2, 0) if loss is functional.cross_entropy else ())
+    dh, dw = torch.autograd.grad(found.sum(), (h, w))
+    assert found.sum() == 0 and dh.shape == h.shape and torch.equal(dw, torch.zeros_like(w))
+
+
 def test_heads_are_rotated_in_the_epilogue_if_a_tile_suits_them() -> None:
     assert all(map(functional.rotates, (32, 64, 80, 96, 128, 256, 320, 512)))
     assert not any(map(functional.rotates, (72, 100, 120, 352)))

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import io
+import math
 import pickle
 import types
 import warnings
@@ -549,6 +550,73 @@ def test_a_replica_reads_its_own_weights() -> None:
     assert loss_of(found.loss, expected) < 1e-5 and found.logits is None
     fused.unpatch(model)
     assert not any("_replicate_for_data_parallel" in vars(module) for module in model.modules())
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    try:
+        yield Accelerator(cpu=True, mixed_precision="bf16")
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_model_that_accelerate_wrapped_is_still_patched(accelerator: Any) -> None:
+    model = small_models.model("Llama")
+    own = inspect.signature(model.forward)
+    fused.patch(model)
+    wrapped = accelerator.prepare(model)
+    assert inspect.signature(wrapped.forward) == own
+    copied = copy.deepcopy(wrapped)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.zero_()
+    found = copied(tokens(), labels=tokens())
+    found.loss.backward()
+    assert found.logits is None and float(found.loss) == pytest.approx(math.log(small_models.VOCABULARY))
+    assert all(weight.grad is None for weight in model.parameters())
+    plain = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    assert plain(tokens(), labels=tokens()).logits is None
+    fused.unpatch(plain)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_that_accelerate_wrapped_can_be_unpatched(accelerator: Any) -> None:
+    model = small_models.model("Llama")
+    usual = model(tokens()).logits
+    fused.patch(model)
+    wrapped = accelerator.prepare(model)
+    fused.unpatch(wrapped)
+    assert wrapped(tokens(), labels=tokens()).logits is not None
+    said = {row.part: row.why for row in fused.patch(wrapped)}
+    assert said["loss in training, without logits"] == "the model has a forward of its own"
+    assert wrapped(tokens(), labels=tokens()).logits is not None
+    fused.unpatch(wrapped)
+    assert torch.equal(accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)(tokens()).logits, usual)
+
+
+def test_quantized_weights_can_be_replaced() -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = small_models.model("Llama").eval()
+    quantize_(model, Int8WeightOnlyConfig())
+    fused.patch(model, keep_reordered=True)
+    assert model.to(torch.bfloat16)(tokens()).logits.dtype == torch.bfloat16
+
+
+def test_biases_may_come_after_patch() -> None:
+    model = small_models.model("Llama", rms_norm_eps=0.0)
+    fused.patch(model)
+    for layer in model.model.layers:
+        for part in layers._projections(layer):
+            part.bias = torch.nn.Parameter(torch.randn(len(part.weight)))
+    plain = copy.deepcopy(model)
+    fused.unpatch(plain)
+    exact, usual = trained(copy.deepcopy(plain).double(), tokens()), trained(plain, tokens())
+    assert own_operators(lambda: trained(model, tokens(), use_cache=False)).count("attention_in_bias") == 2
+    assert faults(trained(model, tokens()), exact, usual) == []
 
 
 # Bad input
