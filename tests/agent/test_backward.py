@@ -32,13 +32,14 @@ PAIRS = [
 
 
 @functools.cache
-def derived(name: str, behind: str | None = None) -> tuple[Spec, Pair]:
+def derived(name: str, behind: str | None = None, accumulate: str | None = None) -> tuple[Spec, Pair]:
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text()
     program = Program.from_json(text, spec.signature())
     positive = {n for n, t in spec.inputs.items() if t.domain == "positive"}
     of = [behind] if behind else None
-    found = derive(program, spec.cases[0].sizes, of=of, behind=behind, positive=positive)
+    into = [accumulate] if accumulate else []
+    found = derive(program, spec.cases[0].sizes, of=of, behind=behind, positive=positive, accumulate=into)
     made = pair(spec, program, found, of, behind)
     assert made is not None
     return spec, made
@@ -53,9 +54,12 @@ def test_its_spec_loads_and_has_the_program_s_signature(name: str, behind: str |
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "behind"), [("gemm_relu2", "act"), ("gemm_swiglu", None)])
-def test_a_pair_passes_the_gates(name: str, behind: str | None) -> None:
-    _, made = derived(name, behind)
+@pytest.mark.parametrize(
+    ("name", "behind", "accumulate"),
+    [("gemm_relu2", "act", None), ("gemm_swiglu", None, None), ("gemm_swiglu", "act", "w")],
+)
+def test_a_pair_passes_the_gates(name: str, behind: str | None, accumulate: str | None) -> None:
+    _, made = derived(name, behind, accumulate)
     assert check_program(made.spec, made.program) is None
 
 
@@ -90,15 +94,20 @@ def test_only_the_forward_s_rows_are_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "behind", "old", "new"),
+    ("name", "behind", "accumulate", "old", "new"),
     [
-        ("gemm_rmsnorm", None, "  d_w = ", "  d_w = -1.0 * "),
-        ("gemm_swiglu", None, "v8 = sigmoid(v3)", "v8 = silu(v3)"),
-        ("gemm_relu2", "act", " > 0.0", " > -9.0"),
+        ("gemm_rmsnorm", None, None, "  d_w = ", "  d_w = -1.0 * "),
+        ("gemm_swiglu", None, None, "v8 = sigmoid(v3)", "v8 = silu(v3)"),
+        ("gemm_relu2", "act", None, " > 0.0", " > -9.0"),
+        ("gemm_swiglu", "act", "w", "  d_w = sum_w + v21", "  d_w = v21"),
+        ("gemm_swiglu", "act", "w", "  d_w = sum_w + v21", "  d_w = 1.0 * sum_w"),
+        ("gemm_swiglu", "act", "w", "  d_w = sum_w + v21", "  d_w = 2.0 * sum_w + v21"),
     ],
 )
-def test_a_wrong_text_is_no_spec(name: str, behind: str | None, old: str, new: str) -> None:
-    _, made = derived(name, behind)
+def test_a_wrong_text_is_no_spec(
+    name: str, behind: str | None, accumulate: str | None, old: str, new: str
+) -> None:
+    _, made = derived(name, behind, accumulate)
     text, rest = made.text.split("baseline: |")
     head, separator, tail = text.rpartition(old)
     assert separator, text

@@ -39,7 +39,7 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
         return {}
     leaves = _wide(drawn)
     truth, made = _autograd(spec, spec.before, leaves, sizes)
-    found = _backward(spec, leaves | made, sizes)
+    found = _backward(spec, leaves | made, sizes, truth)
     off = {name: share for name, share in _off(found, truth).items() if not share <= LEAST}
     if not off:
         return {}
@@ -47,7 +47,8 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
     noise = {n: torch.rand(t.shape, generator=own, dtype=t.dtype) for n, t in made.items()}
     changed = {n: t * (1 + CHANGE * (2 * noise[n] - 1)) for n, t in made.items()}
     narrow = {n: cast(t, torch.float32) for n, t in (leaves | changed).items()}
-    other, true = _backward(spec, narrow, sizes), _autograd(spec, spec.before, narrow, sizes)[0]
+    true = _autograd(spec, spec.before, narrow, sizes)[0]
+    other = _backward(spec, narrow, sizes, true)
     pairs = {n: ((other[n], found[n]), (true[n], truth[n])) for n in off}
     lost = {n: max(_distance(a.double(), b, truth[n]) for a, b in each) for n, each in pairs.items()}
     off = {name: share for name, share in off.items() if not share <= NARROWER * lost[name]}
@@ -59,8 +60,9 @@ def errors(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, float]:
     gradient. The spec must have a forward."""
     if spec.before is None:
         raise ValueError(f"spec {spec.name} has no forward")
-    truth, made = _autograd(spec, spec.before, _wide(drawn), sizes)
-    return _off(_backward(spec, _wide(drawn) | made, sizes), truth)
+    leaves = _wide(drawn)
+    truth, made = _autograd(spec, spec.before, leaves, sizes)
+    return _off(_backward(spec, leaves | made, sizes, truth), truth)
 
 
 def _wide(drawn: Tensors) -> dict[str, Tensor]:
@@ -88,17 +90,20 @@ def _autograd(
     return truth, {name: values[name].detach() for name in before.outputs}
 
 
-def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
+def _backward(spec: Spec, known: Tensors, sizes: Sizes, truth: Tensors) -> dict[str, Tensor]:
     """Compute the gradients by the spec's formulas. The formulas of ``spec.head``, the part of a backward
-    before its matmuls, come first (if there is such a part)."""
+    before its matmuls, come first (if there is such a part). A buffer to which the formulas add a gradient
+    holds the true gradient before, because a large buffer would round away a small gradient."""
+    updated = {n: output.updates for n, output in spec.outputs.items() if output.updates}
+    known = {**known, **{buffer: truth[n] for n, buffer in updated.items() if n in truth}}
     found: dict[str, Tensor] = {}
     for part in (spec.head, spec):
         if part:
             names = {*part.outputs, *_gradients(spec, part)}
             text = part.model_copy(update={"outputs": dict.fromkeys(names, ANYTHING)})
             found |= run(text, {**known, **found}, sizes)
-    for name, output in spec.outputs.items():
-        found[name] = found[name] - known[output.updates] if output.updates else found[name]
+    for name, buffer in updated.items():
+        found[name] = found[name] - known[buffer]
     return {name: _whole(name, t, known) for name, t in found.items()}
 
 
