@@ -190,11 +190,11 @@ class OnRay:
         options: Any = {"namespace": "coda-agent", "log_to_driver": False, "logging_level": logging.ERROR}
         if address == "auto":
             ray.init(_running() or "local", **options)
-        else:
+        elif "://" in address or _answers(address):
             with suppress(ConnectionError):
                 ray.init(address, **options)
-            if not ray.is_initialized():
-                raise ExecutorLost(f"no Ray cluster answers at {address}; start one: ray start --head")
+        if not ray.is_initialized():
+            raise ExecutorLost(f"no Ray cluster answers at {address}; start one: ray start --head")
         self._gpus, self._cores = gpus, cores
         self._here = environment()
         self._nodes: dict[str, _Node] = {}
@@ -272,16 +272,22 @@ class OnRay:
 
 
 def _running() -> str | None:
-    """The address of the cluster that runs on this machine; None if no cluster answers. Ray itself would try
-    the recorded address of the last cluster for minutes, even if that cluster no longer exists."""
+    """The address of the cluster that runs on this machine; None if no cluster answers."""
     if os.environ.get("RAY_ADDRESS"):
         return "auto"
     with suppress(OSError):
         address = canonicalize_bootstrap_address_or_die("auto")
+        return address if _answers(address) else None
+    return None
+
+
+def _answers(address: str) -> bool:
+    """Whether any program answers at an address HOST:PORT. Ray itself would try for minutes."""
+    with suppress(OSError, ValueError):
         host, port = address.rsplit(":", 1)
         socket.create_connection((host, int(port)), timeout=2).close()
-        return address
-    return None
+        return True
+    return False
 
 
 def _on(identifier: str) -> dict[str, Any]:

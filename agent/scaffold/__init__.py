@@ -220,7 +220,8 @@ def _cases(draft: SpecDraft, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Return the timed case, a case with few rows, and a case with ragged sizes. In the ragged case a
     tensor's row is still a multiple of 16 bytes, as TMA requires."""
     rows, heads = draft.rows(), draft.heads()
-    grain = 16 if any(e.dtype == "fp8_e4m3" for e in draft.inputs.values()) else 8
+    eights = any(e.dtype.startswith("fp8") for e in (*draft.inputs.values(), *draft.outputs.values()))
+    grain = 16 if eights else 8
     widths = iter(range(512 + grain, 1 << 20, 256))
     ragged = {
         dim: size if dim in draft.static

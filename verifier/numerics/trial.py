@@ -15,8 +15,10 @@ from torch import Tensor
 from coda_agent.primitives.runtime.launchable import ALIGNMENT
 from coda_agent.verifier.numerics import gradients
 from coda_agent.verifier.numerics.reference import MISTAKES, TEXT, Tensors, cast, run, scope
+from coda_agent.verifier.numerics.sizes import HEAD
 from coda_agent.verifier.numerics.values import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import BadReference, Spec
+from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 # A baseline may differ from the reference by this share of an output's RMS. Rounding gives up to 0.03 (in an
 # fp8 output).
@@ -77,11 +79,17 @@ def _check_baseline(spec: Spec, found: Tensors, expected: Tensors) -> None:
 
 
 def _check_rows(spec: Spec) -> None:
-    """Raise BadReference if TMA cannot read an input's rows in some case, because then no kernel could be
-    accepted."""
+    """Raise BadReference if TMA cannot read an input's rows or write an output's rows in some case, because
+    then no kernel could be accepted. Statistics of heads are written one by one, so an output may have any
+    number of heads as columns."""
+    tensors: dict[str, TensorSpec | OutputSpec] = {**spec.inputs, **spec.outputs}
+    terms = [term for tensor in tensors.values() for extent in tensor.shape for term in extent.terms]
+    heads = {n for names, number in terms if len(names) > 1 or number >= HEAD for n in names}
     for case in spec.cases:
-        for name, tensor in spec.inputs.items():
-            columns = tensor.shape[-1](case.sizes) if len(tensor.shape) >= 2 else 0
+        for name, tensor in tensors.items():
+            if len(tensor.shape) < 2 or (name in spec.outputs and str(tensor.shape[-1]) in heads):
+                continue
+            columns = tensor.shape[-1](case.sizes)
             if columns * DTYPES[tensor.dtype].itemsize % ALIGNMENT:
                 rows = f"rows of {columns} {tensor.dtype}, no multiple of {ALIGNMENT} bytes"
                 raise BadReference(f"case {case.name!r} gives {name} {rows}: choose other sizes", key="cases")

@@ -19,7 +19,7 @@ from small_disk import mounted
 from waiting import eventually
 
 from coda_agent.agent.fleet import on_ray
-from coda_agent.agent.fleet.executor import SlotLost
+from coda_agent.agent.fleet.executor import ExecutorLost, SlotLost
 from coda_agent.agent.fleet.objects import run_shared
 from coda_agent.agent.fleet.on_ray import OnRay
 from coda_agent.agent.fleet.pool import Pool
@@ -274,3 +274,5 @@ def test_auto_ignores_the_address_of_a_dead_cluster(tmp_path: Path, monkeypatch:
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
         assert on_ray._running() is not None
     assert on_ray._running() is None
+    with pytest.raises(ExecutorLost, match=f"no Ray cluster answers at {address}; start one"):
+        OnRay(address)

@@ -42,8 +42,8 @@ baseline: |
   c = product + position[:, None] * series
   t = where(target >= 0, c.gather(1, target.clamp(min=0)[:, None])[:, 0], old)
 cases:
-  - {name: small, M: 8, K: 16, N: 4}
-  - {name: decode, M: 1, K: 16, N: 4, bench: report}
+  - {name: small, M: 8, K: 16, N: 8}
+  - {name: decode, M: 1, K: 16, N: 8, bench: report}
 """
 
 
@@ -75,8 +75,8 @@ def test_parts_of_a_wide_spec(write):
         "a": "normal", "b": "normal", "scale": "normal",
         "target": "integers", "position": "count", "series": "geometric", "old": "normal",
     }  # fmt: skip
-    sizes = {"M": 8, "K": 16, "N": 4}
-    assert init["target"].range_at(sizes) == (0, 3) and init["position"].range_at(sizes) == (0, 63)
+    sizes = {"M": 8, "K": 16, "N": 8}
+    assert init["target"].range_at(sizes) == (0, 7) and init["position"].range_at(sizes) == (0, 63)
     shapes = {name: tuple(d(sizes) for d in t.shape) for name, t in spec.signature().inputs.items()}
     assert solve_sizes(spec.signature(), shapes, {"K": 16}) == sizes
     small, decode = spec.cases
@@ -91,8 +91,8 @@ def test_static_dims_and_updates_reach_the_signature(write):
 
 
 def test_the_integer_after_a_range_may_be_the_ignored_one(write):
-    spec = load(write("ignored: -100", "ignored: 4"), check=False)  # 4 is N, and the range is [0, N)
-    assert spec.inputs["target"].init.ignored == 4
+    spec = load(write("ignored: -100", "ignored: 8"), check=False)  # 8 is N, and the range is [0, N)
+    assert spec.inputs["target"].init.ignored == 8
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_the_integer_after_a_range_may_be_the_ignored_one(write):
         ("{count: 4*K}", "{uniform: [0, 9]}", 9, "position is int32: give init"),
         ("scale: {shape: [], dtype: fp32", "scale: {shape: [], dtype: fp32, init: {integers: [0, 2]}", 7,
          "scale is fp32: integers are for int32 and int64; use normal or uniform"),
-        ("integers: [0, N]", "integers: [N, 4]", 8, "integers ['N', 4] is 4 to 4; low must be less"),
-        ("integers: [0, N]", "integers: [0, N/3]", 8, "'N/3' is 1.333"),
+        ("integers: [0, N]", "integers: [N, 8]", 8, "integers ['N', 8] is 8 to 8; low must be less"),
+        ("integers: [0, N]", "integers: [0, N/3]", 8, "'N/3' is 2.666"),
         ("integers: [0, N]", "integers: [0, V]", 8, "dim 'V' is not declared"),
         ("integers: [0, N]", "integers: [0]", 8, "is missing"),
         ("integers: [0, N]", "integers: [0, 2.5]", 8, "is 2.5; it must be an integer"),
-        ("ignored: -100", "ignored: 2", 8, "ignored 2 lies within 0 to 3; choose a value outside"),
+        ("ignored: -100", "ignored: 2", 8, "ignored 2 lies within 0 to 7; choose a value outside"),
         ("{count: 4*K}", "{count: 4*K, ignored: 3}", 9, "ignored works only with integers"),
         ("{count: 4*K}", "{count: 4*K, integers: [0, 3]}", 9, "init takes one form"),
         ("{count: 4*K}", "{count: K - 16}", 9, "count 'K - 16' is 0; it must be at least 1 in case 'small'"),
@@ -150,7 +150,7 @@ def test_a_wide_reference_is_tried(write, old, new, line, words):
 
 def test_a_range_that_is_empty_in_a_trial_is_named(write):
     path = write("[0, N]", "[0, N - 1000]")
-    path.write_text(path.read_text().replace("N: 4", "N: 2000"))
+    path.write_text(path.read_text().replace("N: 8", "N: 2000"))
     assert isinstance(load(path, check=False), Spec)
     message = fails(path)
     assert message.startswith("wide.yaml:4: input 'target': integers [0, 'N - 1000'] is 0 to -986")
@@ -199,8 +199,10 @@ def test_fp8_matrices_that_no_gemm_can_read_are_refused(write):
 
 
 def test_a_case_whose_rows_no_bulk_copy_reads_is_refused(write):
-    message = fails(write("K: 16, N: 4, bench", "K: 24, N: 4, bench"))
+    message = fails(write("K: 16, N: 8, bench", "K: 24, N: 8, bench"))
     assert message.startswith("wide.yaml:24: case 'decode' gives a rows of 24 fp8_e4m3"), message
+    message = fails(write("K: 16, N: 8, bench", "K: 16, N: 12, bench"))
+    assert message.startswith("wide.yaml:24: case 'decode' gives c rows of 12 bf16"), message
 
 
 SWAPS = """\
