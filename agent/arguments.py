@@ -157,5 +157,14 @@ def refuse_no_source(kernel: Path, command: str, *also: str) -> None:
         if kernel.name.endswith(ending) and ending not in also:
             words = what.format(name=name, path=kernel)
             raise typer.BadParameter(
-                f"{kernel}: this is {words}; {command} takes a kernel's source: {name}.py"
+                f"{kernel}: this is {words}; {command} takes a kernel's source{_beside(kernel, name)}"
             )
+
+
+def _beside(kernel: Path, name: str) -> str:
+    """The kernel's source in the same folder, or the accepted kernel of this name, as the end of a message;
+    "" if there is neither."""
+    source = kernel.with_name(f"{name}.py")
+    if source.exists():
+        return f": {source}"
+    return f": {name}" if shipped(KERNELS / source.name).exists() else ""

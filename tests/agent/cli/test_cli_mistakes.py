@@ -143,13 +143,21 @@ def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:
 )
 def test_what_is_no_source_is_not_judged(command: Command, place: Path, name: str, words: str) -> None:
     path = Path("generated_kernels") / name
-    wrong(command("verify", path), f"{path}: this is ", words, "takes a kernel's source: toy.py")
+    source = "verify takes a kernel's source: generated_kernels/toy.py"
+    wrong(command("verify", path), f"{path}: this is ", words, source)
+
+
+def test_the_source_of_a_spec_elsewhere_is_an_accepted_kernel(command: Command, place: Path) -> None:
+    takes = "this is a spec; verify takes a kernel's source"
+    wrong(command("verify", "specs/gemm_rope.yaml"), f"{takes}: gemm_rope")
+    assert command("verify", "elsewhere.yaml").err.endswith(f"elsewhere.yaml: {takes}\n")
 
 
 @pytest.mark.parametrize(("name", "words"), [("toy.cutedsl.py", "the lowered text"), ("toy.yaml", "a spec")])
 def test_what_is_no_kernel_is_not_shown(command: Command, place: Path, name: str, words: str) -> None:
     path = Path("generated_kernels") / name
-    wrong(command("show", path), f"{path}: this is {words}", "show takes a kernel's source: toy.py")
+    source = "show takes a kernel's source: generated_kernels/toy.py"
+    wrong(command("show", path), f"{path}: this is {words}", source)
 
 
 @pytest.mark.parametrize("looking", ["verify", "show"])
