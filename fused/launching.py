@@ -46,9 +46,6 @@ class Plans:
         self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         self._making, self._looking = threading.Lock(), threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._plans)
-
     def clear(self) -> None:
         """Forget all plans."""
         with self._looking:

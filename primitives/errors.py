@@ -19,8 +19,8 @@
     `-- OutOfTime         4  the time given to a comparison is used up
 
 Each message names the place, the value and the remedy. An error has its own class only if some caller catches
-it separately. Exceptions that a caller turns into a value (`ProgramError`, a gate's `Failed`, a deadline's
-`Late`) are not CodaErrors, because they never end a command.
+it separately, or if it has another exit status. Exceptions that a caller turns into a value (`ProgramError`,
+a gate's `Failed`, a deadline's `Late`) are not CodaErrors, because they never end a command.
 """
 
 from __future__ import annotations

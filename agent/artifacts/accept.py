@@ -50,12 +50,12 @@ def export(run: str, path: Path) -> Path:
     return path
 
 
-def new_spec(run: Run, specs: Path = SPECS) -> dict[Path, str]:
-    """Return the spec's file and text if ``specs`` has no spec of this name yet, so that the kernel can be
-    accepted with its spec. Raises Refused if ``specs`` has another spec of this name. Raises SpecError."""
+def new_spec(run: Run) -> dict[Path, str]:
+    """Return the spec's file and text if specs/ has no spec of this name yet, so that the kernel can be
+    accepted with its spec. Raises Refused if specs/ has another spec of this name. Raises SpecError."""
     from coda_agent.verifier.loading import load
 
-    path = specs / f"{run.spec.name}.yaml"
+    path = SPECS / f"{run.spec.name}.yaml"
     if not path.exists():
         return {path: run.text}
     if load(path, check=False).hash != run.spec.hash:

@@ -1,7 +1,7 @@
 """The coda-agent command. Heavy imports stay inside the commands, so that --help is quick.
 
-Exit status: 0 accepted, or checked if no GPU was requested; 1 rejected; 2 wrong usage, spec or file; 3
-something required is missing here; 4 out of time in a comparison; 130 interrupted.
+Exit status: 0 accepted or checked; 1 rejected; 2 wrong usage, spec or file; 3 something required is missing
+here; 4 out of time in a comparison; 130 interrupted.
 """
 
 from __future__ import annotations

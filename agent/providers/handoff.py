@@ -75,7 +75,7 @@ class Handoff:
             say(f"prompt {prompt} awaits its answer in {answer}\n")
             text = self._wait(answer, question.deadline)
         except OSError as error:
-            remedy = "give a directory that can be read and written"
+            remedy = "make it readable and writable, and resume; or start a run with another --directory"
             raise ProviderError(f"handoff: {error}", remedy) from error
         except KeyboardInterrupt:
             say(f"interrupted; {prompt} remains, and a resumed run waits for {answer}\n")
@@ -91,7 +91,7 @@ class Handoff:
         ) != _without_instructions(text):
             raise ProviderError(  # otherwise an answer to an old run's prompt would count in this run
                 f"{answer} answers an older prompt ({prompt} has changed)",
-                "use a fresh directory, or remove both files",
+                "remove both files, and resume; or start a run with another --directory",
             )
 
     def _wait(self, answer: Path, deadline: float | None) -> str:

@@ -28,12 +28,12 @@ class Difference:
         return f"{self.estimate:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
-def difference(passed: int, total: int, others: int, of: int, confidence: float = 0.95) -> Difference:
+def difference(passed: int, total: int, others: int, of: int) -> Difference:
     """The difference d = p₁ - p₂ of p₁ = passed / total and p₂ = others / of, with Newcombe's hybrid score
     interval (1998, method 10). Let (l₁, u₁) and (l₂, u₂) be the Wilson intervals of p₁ and p₂. The interval
     of d reaches from d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂ - l₂)²)."""
     p, q = passed / total, others / of
-    (p_low, p_high), (q_low, q_high) = wilson(passed, total, confidence), wilson(others, of, confidence)
+    (p_low, p_high), (q_low, q_high) = wilson(passed, total), wilson(others, of)
     below = ((p - p_low) ** 2 + (q_high - q) ** 2) ** 0.5
     above = ((p_high - p) ** 2 + (q - q_low) ** 2) ** 0.5
     return Difference(p - q, p - q - below, p - q + above)

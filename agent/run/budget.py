@@ -212,7 +212,7 @@ class BudgetLedger:
         granted = max_tokens if left is None else min(max_tokens, left)
         worst = Usage(cache_write_tokens=input_tokens, output_tokens=granted)
         payload = {"model": model, "input_tokens": input_tokens, "max_tokens": granted}
-        place = f"{self.turn}.{1 + self._requests(RESERVED)}"
+        place = f"{self.turn}.{1 + self._requests()}"
         self.journal.once(f"{RESERVED}/{place}", RESERVED, lambda: payload | {"dollars": price(model, worst)})
         self._model = model
         return _Charge(self.journal, place, model, granted)
@@ -223,9 +223,9 @@ class BudgetLedger:
         dollars = price(self._model, turn.usage) if told is None and self._model else told
         return {} if dollars is None else {"dollars": dollars}
 
-    def afford(self) -> Spent:
-        """Return the spending so far. Raises OutOfBudget if time, tokens or dollars are used up."""
-        return self._affordable(self._afford)
+    def afford(self) -> None:
+        """Raise OutOfBudget if time, tokens or dollars are used up."""
+        self._affordable(self._afford)
 
     def _afford(self) -> Spent:
         so_far = self._total()
@@ -256,9 +256,9 @@ class BudgetLedger:
         """The error for a command whose time is up."""
         return self._used_up("seconds", time.monotonic() - self.began)
 
-    def _requests(self, kind: str) -> int:
-        """The number of journal events of one kind that belong to this turn."""
-        return sum(e.key.startswith(f"{kind}/{self.turn}.") for e in self.journal.events())
+    def _requests(self) -> int:
+        """The number of this turn's reservations."""
+        return sum(e.key.startswith(f"{RESERVED}/{self.turn}.") for e in self.journal.events())
 
     def _within(self, name: str, value: float) -> None:
         limit = getattr(self.limits, name)

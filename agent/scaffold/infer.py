@@ -44,7 +44,7 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
     first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))
-    return {name: _inferred(draft, name, first[name], second[name]) for name in draft.outputs}
+    return {name: _inferred(draft, first[name], second[name]) for name in draft.outputs}
 
 
 def _choose_reference(draft: SpecDraft) -> None:
@@ -136,7 +136,7 @@ def _outputs_of(
     return outputs
 
 
-def _inferred(draft: SpecDraft, name: str, first: Tensor, second: Tensor) -> Found:
+def _inferred(draft: SpecDraft, first: Tensor, second: Tensor) -> Found:
     from coda_agent.verifier.numerics.values import DTYPES as TORCH
 
     both = list(first.shape), list(second.shape)

@@ -50,8 +50,8 @@ class Table(tuple[PatchedPart, ...]):
 
 
 class Patch(NamedTuple):
-    """What computes a patched module. A module is patched as long as it has this attribute, even if other
-    code has wrapped its forward."""
+    """An attribute of a patched module: the function that computes the module. A module is patched as long as
+    it has this attribute, even if other code has wrapped its forward."""
 
     run: Callable[..., Any]
     settings: Settings | None

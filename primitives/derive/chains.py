@@ -28,7 +28,6 @@ from coda_agent.primitives import (
     row_sums,
     rsqrt,
     silu,
-    tanh,
     where,
 )
 from coda_agent.primitives.lang.dims import Dim
@@ -204,27 +203,6 @@ def next_norm() -> Chain:
 
     inputs = {"out": "M, D", "next_gamma": "D", "next_eps": SCALAR}
     return Chain(inputs, {"next_hg": "M, D", "next_rstd": "M: fp32"}, body)
-
-
-def head(cap: bool = False) -> Chain:
-    """The end of a language model: the final norm of the residual stream ``h``, and the parts of the
-    cross-entropy. These are the logits' log-sum-exp and the target's logit. ``cap``: soft-cap the logits. The
-    forward does not store the logits. The backward recomputes the logits from rstd and from hg, which is h
-    times the norm's weight."""
-
-    def body(h: Any, gamma: Any, w: Any, target: Any, eps: Any, cap: Any = None) -> dict[str, Any]:
-        rstd = _normed(h, eps)
-        hg = h * per_column(gamma)
-        logits = _scaled(hg, w, rstd)
-        if cap is not None:
-            logits = cap * tanh(logits / cap)
-        lse, chosen = row_logsumexp(logits), row_select(logits, target)
-        return {"rstd": rstd, "hg": hg, "lse": lse, "target_logit": chosen}
-
-    inputs = {"h": "M, D", "gamma": "D", "w": "V, D", "target": "M: int64", "eps": SCALAR}
-    inputs |= {"cap": SCALAR} if cap else {}
-    outputs = {"rstd": "M: fp32", "hg": "M, D", "lse": "M: fp32", "target_logit": "M: fp32"}
-    return Chain(inputs, outputs, body)
 
 
 def between_attentions(activation: str = "swiglu") -> Chain:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-# Longest time of all rounds, in seconds. At the power limit, clock rates rise and fall about once in this
-# time, so the rounds see both.
+# Once ``timing.FEWEST`` rounds have run, no round begins after this many seconds. At the power limit, clock
+# rates rise and fall about once in this time, so the rounds see both.
 LONGEST = 1.5
 # number of host timings; each one waits until the device is idle, and a kernel of a 70B model takes 17 ms
 HOST_CALLS = 21
@@ -115,8 +115,8 @@ def score(given: tuple[KernelCase, Benchmark]) -> dict[str, Any]:
 def timed(
     arms: Sequence[timing.Arm], rounds: int, *, cold: bool = True, longest: float = LONGEST
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """Time the arms for at most ``longest`` seconds of rounds. Return each arm's samples, and the GPU's
-    telemetry."""
+    """Time the arms. Once ``timing.FEWEST`` rounds have run, no round begins after ``longest`` seconds.
+    Return each arm's samples, and the GPU's telemetry."""
     from coda_agent.verifier.gpu.telemetry import Monitor, device
 
     with Monitor() as monitor:

@@ -213,7 +213,7 @@ def test_handoff_names_what_it_cannot_use(tmp_path: Path) -> None:
     (tmp_path / "answer-1.md").write_bytes(b"caf\xe9")
     with pytest.raises(ProviderError, match="answer-1.md is not UTF-8"):
         hand(tmp_path).next_turn(Question("S", ASK))
-    with pytest.raises(ProviderError, match="give a directory"):
+    with pytest.raises(ProviderError, match="start a run with another --directory"):
         hand(tmp_path / "answer-1.md").next_turn(Question("S", ASK))
 
 
