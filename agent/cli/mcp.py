@@ -99,7 +99,7 @@ class McpTools:
         """Start a run for a spec (its name or path). Returns the run's name, then the language and the
         task."""
         paths = _specs()
-        spec = next((name for name, path in paths.items() if spec == str(path)), spec)
+        spec = next((n for n, path in paths.items() if Path(spec).resolve() == path.resolve()), spec)
         if spec not in paths:
             raise ToolError(f"{SPECS}: no spec {spec!r}; there are {', '.join(paths) or 'none'}")
         header = {

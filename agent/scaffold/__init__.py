@@ -263,7 +263,8 @@ def _shape(text: str) -> tuple[Dim, ...]:
         raise typer.BadParameter(str(error)) from None
     if len(shape) > 2:
         raise typer.BadParameter(
-            f"{len(shape)} axes, but a draft's tensors have at most two: flatten the rest"
+            f"{len(shape)} axes, but a draft's tensors have at most two: flatten the rest; or, if each "
+            "expert has a matrix, write the spec like specs/gemm_grouped_swiglu.yaml"
         )
     return shape
 

@@ -97,6 +97,8 @@ def _incoming(whole: Joined, of: Collection[str] | None, behind: str | None) -> 
             raise ProgramError("of", f"there is no output {name!r}; it has {', '.join(outputs)}")
     if behind and len(outputs[behind].shape) != 2:
         raise ProgramError("behind", f"output {behind!r} is a vector, and no matmul reads a vector")
+    if behind and (taken := {"next", "w_next", "d_next"} & {*program.signature.inputs, *outputs}):
+        raise ProgramError("behind", f"{min(taken)!r} would name a tensor of the next matmul too: rename it")
     types = program.types()
     heads = {n: t for n in outputs if (t := types[program.outputs[n]]).kind in ("head", "range")}
     for name in (*(of or ()), *([behind] if behind else [])):

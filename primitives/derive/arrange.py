@@ -171,6 +171,11 @@ class PlannedBackward:
             return index
         if not self.late(trace)[index]:
             raise ProgramError("accumulate", f"no matmul computes {name}, so none can add it to a buffer")
+        if trace.types[index].kind == "experts":
+            raise ProgramError(
+                "accumulate",
+                f"{name} has a matrix for each expert, which a kernel cannot add: add it afterwards",
+            )
         return trace.add(Node("add", (trace.add(Node("input", (), self.updates[name])), index)))
 
     def again(

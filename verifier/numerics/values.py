@@ -84,29 +84,34 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
     return series.expand(shape).contiguous() if shape else series[0].clone()
 
 
-def trial(spec: Spec, times: Mapping[str, int] | None = None) -> tuple[dict[str, int], dict[str, Tensor]]:
+def trial(
+    spec: Spec, times: Mapping[str, int] | None = None, typical: bool = False
+) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Tiny sizes, and inputs at these sizes. Each size is a different prime, multiplied by the dim's number
     in ``times`` (by default 2). So all sizes differ, and swapped dims are detected.
 
     Integers are drawn as ``init`` says. If ``init`` has an ``ignored`` value, the last entry (or row) has
-    this value. All other inputs are fp64 in [0.5, 1.5). For a backward, inputs that are results of the
-    forward are not returned. Raises BadReference if a range of integers is empty at these sizes.
+    this value. All other inputs are fp64 in [0.5, 1.5), or as ``init`` says if ``typical``. For a backward,
+    inputs that are results of the forward are not returned. Raises BadReference if a range of integers is
+    empty at these sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     numbers = dict(zip(spec.dims, primes, strict=False))
     sizes = {dim: n * (times or {}).get(dim, 2) for dim, n in numbers.items()}
     generator = torch.Generator().manual_seed(0)
-    return sizes, {name: _trial_values(t, name, sizes, generator) for name, t in spec.drawn.items()}
+    return sizes, {name: _trial_values(t, name, sizes, generator, typical) for name, t in spec.drawn.items()}
 
 
-def _trial_values(tensor: TensorSpec, name: str, sizes: Sizes, generator: torch.Generator) -> Tensor:
+def _trial_values(
+    tensor: TensorSpec, name: str, sizes: Sizes, generator: torch.Generator, typical: bool
+) -> Tensor:
     shape = [d(sizes) for d in tensor.shape]
     if any(extent < 1 for extent in shape):
         message = (
             f"input {name!r} has shape {shape} at the tiny sizes of a trial; write it without differences"
         )
         raise BadReference(message, key="inputs")
-    if tensor.dtype not in ("int32", "int64"):
+    if tensor.dtype not in ("int32", "int64") and not typical:
         return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
     try:
         values = values_of(tensor.init, shape, sizes, generator)

@@ -259,6 +259,12 @@ def test_a_client_s_run_writes_nothing_else_and_no_key(story: Story) -> None:
     assert not [text for text in (*map(str.encode, heard), kept) if KEY.encode() in text]
 
 
+async def test_a_spec_is_given_by_its_name_or_path(here: Client, place: Path) -> None:
+    async with here as client:
+        for given in ("toy", "specs/toy.yaml", str(place / "specs" / "toy.yaml")):
+            assert (await begun(client, given)) in runs.names()
+
+
 @pytest.mark.parametrize("spec", ["", ".", "toi", "toy.yaml", "specs/toy", "../specs/toy", "../secret"])
 async def test_a_spec_is_a_name_of_the_list(here: Client, place: Path, spec: str) -> None:
     write_toy(place, "toy", "secret").rename(place / "secret.yaml")

@@ -380,6 +380,10 @@ def test_a_tensor_named_as_a_gradient_is_refused() -> None:
     own = signature({"d_x": tensor("M, N"), "x": tensor("M, K"), "w": tensor("N, K")}, {"y": tensor("M, N")})
     with pytest.raises(ProgramError, match="'d_x' would name the gradient of 'x' too: rename it"):
         derive(trace(own, "return {'y': gemm(x, w.mT) * d_x}"), {"M": 8, "N": 8, "K": 8})
+    own = signature({"x": tensor("M, K"), "w_next": tensor("N, K")}, {"y": tensor("M, N")})
+    program = trace(own, "return {'y': tanh(gemm(x, w_next.mT))}")
+    with pytest.raises(ProgramError, match="'w_next' would name a tensor of the next matmul too: rename it"):
+        derive(program, {"M": 8, "N": 8, "K": 8}, behind="y")
 
 
 def test_a_tile_and_its_ranges_add_their_gradients() -> None:

@@ -78,7 +78,7 @@ def test_it_is_four_products_in_one_program(experts: tuple[Program, Derived]) ->
 
 def test_a_buffer_for_an_experts_gradient_is_refused(experts: tuple[Program, Derived]) -> None:
     program, _ = experts
-    with pytest.raises(ProgramError, match="a matrix for each expert"):
+    with pytest.raises(ProgramError, match="d_w has a matrix for each expert, which a kernel cannot add"):
         derive(program, of=("y",), sizes=SIZES, accumulate=("w",))
 
 

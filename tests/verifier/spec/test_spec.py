@@ -361,6 +361,19 @@ def test_a_baseline_that_computes_something_else_is_refused(write, wrong):
         load(write("cases:\n", f"{text}cases:\n"))
 
 
+def test_a_baseline_may_lose_what_saturates_where_inputs_are_not_typical(write):
+    """Near 1, where the first inputs of a trial lie, fp16 rounds the sigmoid to 1."""
+    path = write("c = (a @ b.mT) * scale[:, None] + old", "c = 100 * (1 - sigmoid(a @ b.mT)) + 0 * old")
+    text = path.read_text()
+    for factor in (100, 50):
+        body = f"c = {factor} * (1 - sigmoid(a @ b.mT))\n  r = rsqrt((c * c).mean(-1) + eps)"
+        path.write_text(text.replace("cases:\n", f"baseline: |\n  {body}\ncases:\n"))
+        if factor == 100:
+            load(path)
+        else:
+            assert "baseline: output 'c' differs" in fails(path)
+
+
 def test_a_baseline_may_write_to_an_updated_input(write):
     text = "baseline: |\n  c = old.add_((a @ b.mT) * scale[:, None])\n  r = rsqrt((c * c).mean(-1) + eps)\n"
     load(write("cases:\n", f"{text}cases:\n"))
