@@ -190,11 +190,14 @@ class OnRay:
         options: Any = {"namespace": "coda-agent", "log_to_driver": False, "logging_level": logging.ERROR}
         if address == "auto":
             ray.init(_running() or "local", **options)
-        elif "://" in address or _answers(address):
-            with suppress(ConnectionError):
+        else:
+            try:
+                if "://" not in address and not _answers(address):
+                    raise ConnectionError
                 ray.init(address, **options)
-        if not ray.is_initialized():
-            raise ExecutorLost(f"no Ray cluster answers at {address}; start one: ray start --head")
+            except ConnectionError:
+                lost = f"no Ray cluster answers at {address}; start one: ray start --head"
+                raise ExecutorLost(lost) from None
         self._gpus, self._cores = gpus, cores
         self._here = environment()
         self._nodes: dict[str, _Node] = {}
