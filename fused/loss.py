@@ -151,8 +151,8 @@ def _pass(
             add = partial(WEIGHT_GRADIENT.run if at else FIRST_WEIGHT_GRADIENT.run, others, scaled_rows)
             dw = add(dw) if at else add()
             dw.index_add_(0, index, pulled_rows)
-    empty = h.new_empty(h.shape if stream else (0,), dtype=torch.float32)
-    dh = torch.cat(gradients) if gradients else empty
+    none = h.shape if stream else (0,)  # the shape of dh without rows, or of an unwanted one
+    dh = torch.cat(gradients) if gradients else h.new_empty(none, dtype=torch.float32)
     return (total, dh, dw), overflowed
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +100,8 @@ class McpTools:
         """Start a run for a spec (its name or path). Returns the run's name, then the language and the
         task."""
         paths = _specs()
-        spec = next((n for n, path in paths.items() if Path(spec).resolve() == path.resolve()), spec)
+        whole = os.path.abspath(spec)  # Path.resolve would raise ValueError for a null byte
+        spec = next((name for name, path in paths.items() if whole == os.path.abspath(path)), spec)
         if spec not in paths:
             raise ToolError(f"{SPECS}: no spec {spec!r}; there are {', '.join(paths) or 'none'}")
         header = {

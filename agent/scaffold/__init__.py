@@ -22,7 +22,7 @@ from coda_agent.agent.scaffold.function import Function, ScaffoldError, read
 from coda_agent.agent.scaffold.infer import Found, cut, infer, proven, trial_sizes
 from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.lang.dims import NAME, Dim
-from coda_agent.primitives.lang.signature import DTYPES, INDICES, READABLE, VALUE_NAME, WRITABLE
+from coda_agent.primitives.lang.signature import DTYPES, EIGHTS, INDICES, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.spec.rules import missing_static
 
@@ -220,7 +220,7 @@ def _cases(draft: SpecDraft, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Return the timed case, a case with few rows, and a case with ragged sizes. In the ragged case a
     tensor's row is still a multiple of 16 bytes, as TMA requires."""
     rows, heads = draft.rows(), draft.heads()
-    eights = any(e.dtype.startswith("fp8") for e in (*draft.inputs.values(), *draft.outputs.values()))
+    eights = any(e.dtype in EIGHTS for e in (*draft.inputs.values(), *draft.outputs.values()))
     grain = 16 if eights else 8
     widths = iter(range(512 + grain, 1 << 20, 256))
     ragged = {

@@ -264,8 +264,8 @@ def _check_memory(spec: Declared, case: Case, index: int) -> None:
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     taken = sum(ITEM_BYTES[t.dtype] * math.prod(dim(case.sizes) for dim in t.shape) for t in tensors)
     if taken > MEMORY:
-        message = f"case {case.name!r}: its tensors take {taken / 1e9:,.0f} GB, and an H100 has 80 GB"
-        raise fault(f"{message}; give smaller sizes", "cases", index)
+        words = f"{taken / 1e9:,.0f} GB, and an H100 has {MEMORY / 1e9:.0f} GB; give smaller sizes"
+        raise fault(f"case {case.name!r}: its tensors take {words}", "cases", index)
 
 
 def _check_values(spec: Declared, case: Case) -> None:

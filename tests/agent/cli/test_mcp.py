@@ -265,7 +265,7 @@ async def test_a_spec_is_given_by_its_name_or_path(here: Client, place: Path) ->
             assert (await begun(client, given)) in runs.names()
 
 
-@pytest.mark.parametrize("spec", ["", ".", "toi", "toy.yaml", "specs/toy", "../specs/toy", "../secret"])
+@pytest.mark.parametrize("spec", ["", ".", "\0", "toi", "toy.yaml", "specs/toy", "../specs/toy", "../secret"])
 async def test_a_spec_is_a_name_of_the_list(here: Client, place: Path, spec: str) -> None:
     write_toy(place, "toy", "secret").rename(place / "secret.yaml")
     async with here as client:
