@@ -54,7 +54,7 @@ CHAINS = {
     "mlp_swiglu": (chains.mlp("swiglu"), ("out",)),
     "block_swiglu": (chains.attention_out().then(chains.mlp("swiglu"), h="h"), ("out",)),
     "attention_in_rotated": (chains.attention_in(False, True), ("qkv",)),
-    "loss": (chains.loss(), ("lse", "target_logit")),
+    "loss": (chains.loss(), ("rest_lse", "target_logit")),
 }
 CHAIN_SIZES = dict.fromkeys("MDFAV", LARGEST) | {"N": 192, "H": 6, "P": 32}
 

@@ -12,16 +12,13 @@ part, which PyTorch computes, and a program of matmuls.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from coda_agent.fused import ops
 from coda_agent.fused.pointwise.programs import PointwiseProgram, fused_on_gpu
@@ -82,57 +79,6 @@ def remade(make: Callable[..., Tensor], *of: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         made._coda_agent_remade = Remade(make, of)  # type: ignore[attr-defined]
     return made
-
-
-# For each weight that may be kept: results of which it is the first weight, by the function and its keywords.
-_kept: Any = WeakTensorKeyDictionary()
-
-
-class _Kept(NamedTuple):
-    """A reordered weight, the original weights (``of``), and their state when it was computed."""
-
-    made: Tensor
-    state: list[Any]
-    of: list[Any]
-
-
-def kept(make: partial[Tensor], *of: Tensor) -> Tensor:
-    """Compute ``make(*of)`` once. Keep the result while these weights exist and no operation changes them in
-    place. In-place changes of a weight's ``data`` are not noticed. A recomputed result keeps the old result's
-    address, so that CUDA graphs replay correctly. Nothing is kept of weights that ``may_keep`` does not know,
-    such as those that FSDP gathers for a call: PyTorch does not count how often FSDP fills their memory."""
-    if not all(weight in _kept for weight in of):
-        return make(*of)
-    state = [(id(t), t._version, t.data_ptr()) for t in of]
-    # A graph may read one weight in two orders, at two addresses.
-    results, how = _kept[of[0]], (make.func, *sorted(make.keywords.items()))
-    found = results.get(how)
-    if found and found.state == state and all(each() is not None for each in found.of):
-        return found.made
-    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be overwritten later
-        made = make(*of)
-        if of[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return made  # every replay of the graph computes the result again
-        if found and (made.shape, made.dtype, made.device) == (
-            found.made.shape,
-            found.made.dtype,
-            found.made.device,
-        ):
-            made = found.made.copy_(made)
-    results[how] = _Kept(made, state, [weakref.ref(t) for t in of])
-    return made
-
-
-def may_keep(*of: Tensor) -> None:
-    """Let ``kept`` store results for these weights."""
-    for weight in of:
-        _kept[weight] = {}
-
-
-def forget(*of: Tensor) -> None:
-    """Free what ``kept`` stores for these weights, and let it store no more."""
-    for weight in of:
-        _kept.pop(weight, None)
 
 
 class _Stored(NamedTuple):
@@ -304,7 +250,7 @@ class Link:
         return self._stored[needed, through]
 
     def _backward(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ops.check_first_derivative()
+        ops.check_backward(*gradients)
         wrt, scalars, tensors = ctx.stored
         coming, found = gradients[: len(ctx.like)], dict[str, Any]()
         if wrt and any(each is not None for each in coming):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as nn_f
 
 from coda_agent.fused import loss, ops
 from coda_agent.fused.chains import NORMED, Begun, ByHand, Link, begun
@@ -24,6 +25,7 @@ from coda_agent.fused.reordering import rotary_pairs as rotary_pairs
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.derive import chains
 
+GRAIN = 8  # 16-bit elements in 16 bytes; sizes of weights must be multiples
 GATED = ("swiglu", "geglu")
 MLP = {name: Link(f"mlp_{name}", chains.mlp(name), ("out",)) for name in chains.ACTIVATIONS}
 BARE_MLP = {
@@ -61,7 +63,7 @@ ATTENTION_IN = {
     )
     for bias, rotates in ((False, True), (False, False), (True, False))
 }
-LOSS = Link("loss", chains.loss(), ("lse", "target_logit"), rows=loss.ROWS)
+LOSS = Link("loss", chains.loss(), ("rest_lse", "target_logit"), rows=loss.ROWS)
 
 
 class Norm(NamedTuple):
@@ -105,29 +107,55 @@ def feed_forward(
     """Compute ``x + mlp(norm(x))``; without ``residual``, ``mlp(norm(x))``. ``up``: [F, D]; for a gated
     activation, the interleaved rows of gate and up [2*F, D]. ``down``: [D, F]. ``activation``: swiglu, geglu
     (tanh form), gelu (tanh form) or relu2."""
-    flat = x.flatten(0, -2)
-    hg, rstd = begun(flat, norm.weight, norm.eps, up.dtype)
-    link = link_of(MLP if residual else BARE_MLP, activation)
-    given = {"h": flat.to(up.dtype), "gamma": norm.weight, "w_up": up, "w_down": down, "eps": norm.eps}
-    (out,) = link(**given, **{NORMED: hg, "rstd": rstd})
-    return _shaped(out, x)
+    separate = residual and up.dtype == torch.float16  # the chain's own stream is scaled
+    link = link_of(BARE_MLP if separate or not residual else MLP, activation)
+    given = _normed(x.flatten(0, -2), norm, up.dtype, ("h", "gamma", "rstd"))
+    (out,) = link(**given, w_up=up, w_down=down, eps=norm.eps)
+    out = _shaped(out, x)
+    return x + out if separate else out
+
+
+def _normed(
+    x: Tensor, norm: Norm, dtype: torch.dtype, names: tuple[str, str, str], begun_norm: Begun | None = None
+) -> dict[str, Tensor]:
+    """A chain's inputs for its norm: ``hg``, and by their ``names`` the stream, the norm's weight and the
+    reciprocal RMS. ``begun_norm``: the norm of the stream, if it is already begun.
+
+    In fp16, the stream times the norm's weight could leave the dtype's range, and so could gradients times
+    the reciprocal RMS. So each row of the stream is multiplied by a power of two just below its reciprocal
+    RMS, and this reciprocal is divided by the same power."""
+    gamma = norm.weight if norm.weight.dtype in (dtype, torch.float32) else norm.weight.float()
+    if dtype != torch.float16:
+        stream, (hg, rstd) = x.to(dtype), begun_norm or begun(x, gamma, norm.eps, dtype)
+    else:
+        with torch.no_grad():
+            rstd = torch.rsqrt(x.float().square().mean(-1) + norm.eps)
+            power = rstd.log2().floor().exp2()  # not above rstd, so gradients only grow
+        stream = (x.float() * power[:, None]).to(dtype)
+        hg, rstd = (stream.detach() * gamma.detach()).to(dtype), rstd / power
+    return {NORMED: hg, **dict(zip(names, (stream, gamma, rstd), strict=True))}
 
 
 def after_attention(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
     """Compute the part of a layer after attention in one program: ``h + mlp(norm(h))`` with ``h = x + a @
-    out'``."""
+    out'``. In fp16, the output projection is a matmul of its own (see ``_normed``)."""
+    if up.dtype == torch.float16:
+        return feed_forward(x + nn_f.linear(a, out), norm, up, down, activation)
     (made,) = link_of(BLOCK, activation)(**_block(a, x, norm, out, up, down))
     return _shaped(made, x)
 
 
 def after_attention_with_next_norm(
     a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor, activation: str, next_norm: Norm
-) -> tuple[Tensor, Begun]:
+) -> tuple[Tensor, Begun | None]:
     """Return the result of ``after_attention``, and a ``Begun``: ``next_norm`` of the result, without the row
     scaling. Pass the ``Begun`` to the next layer's ``before_attention``. No gradient passes through the
-    ``Begun``, because ``before_attention`` computes the gradient of the whole norm."""
+    ``Begun``, because ``before_attention`` computes the gradient of the whole norm. In fp16 there is no
+    ``Begun``, because it could leave the dtype's range."""
+    if up.dtype == torch.float16:
+        return after_attention(a, x, norm, out, up, down, activation), None
     given = _block(a, x, norm, out, up, down)
     given |= {"next_gamma": next_norm.weight.detach(), "next_eps": next_norm.eps}
     made, hg, rstd = link_of(BLOCK_NEXT_NORM, activation)(**given)
@@ -142,7 +170,8 @@ def _shaped(made: Tensor, stream: Tensor) -> Tensor:
 
 
 def _block(a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor) -> dict[str, Any]:
-    given = {"a": a.flatten(0, -2), "x": x.flatten(0, -2), "w_o": out, "gamma": norm.weight}
+    gamma = norm.weight if norm.weight.dtype in (up.dtype, torch.float32) else norm.weight.float()
+    given = {"a": a.flatten(0, -2), "x": x.flatten(0, -2), "w_o": out, "gamma": gamma}
     return given | {"w_up": up, "w_down": down, "eps": norm.eps}
 
 
@@ -180,10 +209,10 @@ def before_attention_apart(
     and ``x``. Later uses of the stream should read the returned ``x``, so that one kernel of the backward
     adds all gradients of the stream."""
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
-    if x.dtype == weight.dtype:
+    if x.dtype == weight.dtype != torch.float16:
         parts, stream = link.apart(sizes, **given)
         x = stream.view(x.shape)
-    else:  # autocast keeps the stream in fp32
+    else:  # the chain's stream is not ``x``: autocast keeps ``x`` in fp32, and ``_normed`` scales fp16
         (made,) = link(**given)
         parts = made.split(sizes, 1)
     return list(parts), x
@@ -201,10 +230,8 @@ def _projection(
     """The chain that ``before_attention`` runs, and its inputs."""
     if bias is not None and table is not None:
         raise ValueError("a kernel cannot add a bias before its rotation: rotate the result instead")
-    flat = x.flatten(0, -2)
-    hg, rstd = begun_norm or begun(flat, norm.weight, norm.eps, weight.dtype)
-    given = {"out": flat.to(weight.dtype), "gamma_in": norm.weight, "w_qkv": weight, "eps": norm.eps}
-    given |= {"b_qkv": bias, NORMED: hg, "rstd_in": rstd}
+    given: dict[str, Any] = {"w_qkv": weight, "eps": norm.eps, "b_qkv": bias}
+    given |= _normed(x.flatten(0, -2), norm, weight.dtype, ("out", "gamma_in", "rstd_in"), begun_norm)
     if table is not None:
         given |= {"cos_sin": table, "turned": float(turned)}
     return ATTENTION_IN[bias is not None, table is not None], given
@@ -217,8 +244,10 @@ def cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     flat = _targets(target, weight)
     if not len(flat):
         return (h @ weight.mT).sum(-1).float()  # no value, but autograd finds ``h`` and ``weight``
-    lse, chosen = LOSS(h=h.flatten(0, -2), w=weight, target=flat)
-    return torch.where(flat == loss.IGNORED, 0.0, lse - chosen).view_as(target)
+    rest_lse, logit = LOSS(h=h.flatten(0, -2), w=weight, target=flat)
+    ignored = flat == loss.IGNORED
+    losses = loss.token_loss(rest_lse, torch.where(ignored, 0.0, logit))  # an ignored token has no logit
+    return torch.where(ignored, 0.0, losses).view_as(target)
 
 
 def summed_cross_entropy(h: Tensor, weight: Tensor, target: Tensor) -> Tensor:

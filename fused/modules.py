@@ -2,17 +2,30 @@
 
 Weights have the names and layouts of Hugging Face's Llama, so that Llama's checkpoints can be loaded. A
 stream is [..., length, D]. The forwards raise TypeError under autocast to another dtype than the weights'.
+Attention is causal over whole sequences: there is no padding mask, no cache, no sliding window and no packing
+of several sequences into one.
+
+Modules are made in PyTorch's default dtype, and raise TypeError if no kernel takes it. They raise ValueError
+for sizes that no kernel takes.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from coda_agent.fused import functional, loss
+from coda_agent.fused.functional import GRAIN
 from coda_agent.fused.pointwise.norm import rms_norm
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # fp32 on a CPU only
 
 
 def _linear(columns: int, rows: int) -> nn.Linear:
+    if (dtype := torch.get_default_dtype()) not in DTYPES:
+        raise TypeError(f"kernels do not take {dtype}: call torch.set_default_dtype(torch.bfloat16) before")
+    if min(columns, rows) <= 0 or columns % GRAIN or rows % GRAIN:
+        raise ValueError(f"a weight of {rows} x {columns}: both must be positive multiples of {GRAIN}")
     return nn.Linear(columns, rows, bias=False)
 
 
@@ -57,12 +70,14 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with its projections. ``heads``: the number of query heads. ``kv_heads``: the
-    number of key heads, and of value heads. Each head has ``head_width`` columns. Raises ValueError if no
-    tile suits heads of that width."""
+    """Grouped-query attention, with its projections. ``heads``: the number of query heads, a multiple of
+    ``kv_heads``, the number of key heads and of value heads. Each head has ``head_width`` columns. Raises
+    ValueError if no tile suits heads of that width."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
         super().__init__()
+        if kv_heads <= 0 or heads <= 0 or heads % kv_heads:
+            raise ValueError(f"{heads} query heads must be a positive multiple of {kv_heads} key heads")
         if not functional.rotates(head_width):
             raise ValueError(f"no tile suits heads of {head_width} columns; use a width such as 64 or 128")
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
@@ -90,8 +105,8 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer: one program before PyTorch's attention, and one program after it. By default,
-    ``kv_heads`` is ``heads``, and ``head_width`` is ``width / heads``."""
+    """A decoder layer: one program before PyTorch's attention, and one program after it (in fp16, two). By
+    default, ``kv_heads`` is ``heads``, and ``head_width`` is ``width / heads``."""
 
     def __init__(
         self,
@@ -104,8 +119,12 @@ class DecoderLayer(nn.Module):
         eps: float = 1e-6,
     ):
         super().__init__()
+        if heads <= 0 or (head_width is None and width % heads):
+            raise ValueError(f"width {width} is no multiple of {heads} heads: pass head_width")
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
-        self.self_attn = Attention(width, heads, kv_heads or heads, head_width or width // heads)
+        kv_heads = heads if kv_heads is None else kv_heads
+        head_width = width // heads if head_width is None else head_width
+        self.self_attn = Attention(width, heads, kv_heads, head_width)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
         self.mlp = MLP(width, hidden, activation)
 

@@ -40,10 +40,20 @@ class NoBackward(RuntimeError):
     """A call needs a derivative that a fused operation does not have."""
 
 
-def check_first_derivative() -> None:
-    """Raise NoBackward if PyTorch records the current backward, in order to compute a second derivative."""
+def check_backward(*gradients: Tensor | None) -> None:
+    """Raise NoBackward if PyTorch records the current backward, in order to compute a second derivative, or
+    if it computes many gradients at once. ``gradients``: the gradients that the backward gets."""
     if torch.is_grad_enabled():
         raise NoBackward("a fused operation has no second derivative: leave out create_graph=True")
+    if not torch.compiler.is_compiling() and any(g is not None and _batched(g) for g in gradients):
+        raise NoBackward(
+            "a fused operation has no batched backward: leave out is_grads_batched and vectorize"
+        )
+
+
+def _batched(gradient: Tensor) -> bool:
+    code = torch._C._functorch
+    return code.is_legacy_batchedtensor(gradient) or code.is_batchedtensor(gradient)
 
 
 def check_device(name: str, tensors: Iterable[Tensor]) -> None:

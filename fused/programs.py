@@ -79,10 +79,12 @@ def typed(program: Program, given: Dtypes) -> Typed:
     if wide:
         return Typed(program, True)
     inputs = {n: t._replace(dtype=NAMES[found[n]]) if n in found else t for n, t in signature.inputs.items()}
-    outputs = {
-        n: t._replace(dtype=NAMES[first]) if found and t.dtype == own else t
-        for n, t in signature.outputs.items()
-    }
+    outputs = {}
+    for name, tensor in signature.outputs.items():
+        # the gradient of a vector in fp32 stays in fp32, like its other gradients under autocast
+        wide = len(tensor.shape) == 1 and found.get(name.removeprefix("d_")) == torch.float32
+        adapted = tensor._replace(dtype="fp32" if wide else NAMES[first])
+        outputs[name] = adapted if found and tensor.dtype == own else tensor
     return Typed(program._replace(signature=signature._replace(inputs=inputs, outputs=outputs)), False)
 
 

@@ -25,7 +25,7 @@ class BegunStream(NamedTuple):
     """The residual stream [tokens, D]. ``begun``: the next norm of this stream, without the row scaling."""
 
     h: Tensor
-    begun: Begun
+    begun: Begun | None
 
 
 def layer(
@@ -88,6 +88,7 @@ class Fused(Layer[BegunStream, tuple[Tensor, Tensor]]):
         return dict(zip(("x", *Weights._fields), found, strict=True))
 
     def outputs(self, stream: BegunStream) -> dict[str, Tensor]:
+        assert stream.begun  # the comparison runs in bf16
         hg, rstd = stream.begun
         return {"y": stream.h, "normed": (hg * rstd[:, None]).type_as(hg)}
 

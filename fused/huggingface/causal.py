@@ -6,20 +6,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as nn_f
 
 from coda_agent.fused import functional, loss
 from coda_agent.fused.functional import matmul_dtype
-from coda_agent.fused.huggingface.layers import norm_of, not_plain, unfit
-from coda_agent.fused.huggingface.stack import hooked
+from coda_agent.fused.huggingface.family import Code, code_of
+from coda_agent.fused.huggingface.layers import PLAIN_WEIGHTS, norm_of, not_plain, unfit
 from coda_agent.fused.pointwise.norm import rms_norm
 
+LOSSES = "transformers.loss.loss_utils"
 
-def norm_forward(module: Any, usual: Callable[..., Any], x: Tensor, centered: bool) -> Any:
-    """The forward of a model's last norm."""
+
+def norm_forward(module: Any, usual: Callable[..., Any], x: Tensor, *, centered: bool, original: Code) -> Any:
+    """The forward of a model's last norm. ``original``: the code of the norm's class."""
     weight = module.weight
-    if type(weight) not in (nn.Parameter, Tensor) or x.dtype != weight.dtype or unfit(x, [weight]):
+    other = type(weight) not in PLAIN_WEIGHTS or x.dtype != weight.dtype or original.replaced()
+    if other or unfit(x, [weight]):
         return usual(x)
     return rms_norm(x, *norm_of(module, centered))
 
@@ -31,20 +34,25 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
         return f"lm_head {why}"
     if head.bias is not None:
         return "lm_head has a bias"
-    if hooked(head):
-        return "lm_head has hooks"
     if getattr(model.config, "final_logit_softcapping", None):
         return "logits are soft-capped"
     own = model.loss_function
-    if own is not sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss:
+    if own is not sys.modules[LOSSES].ForCausalLMLoss:
         name = getattr(own, "__name__", type(own).__name__)
         return f"the loss is {name}, not transformers' own ForCausalLMLoss"
     return ""
 
 
-def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def loss_code() -> Code:
+    """The functions of transformers that compute a causal model's loss."""
+    return code_of(LOSSES, "ForCausalLMLoss", "fixed_cross_entropy")
+
+
+def causal_forward(
+    model: Any, usual: Callable[..., Any], *args: Any, originals: tuple[Code, ...], **kwargs: Any
+) -> Any:
     """The forward of a causal model. In training with labels, a fused part computes the loss, and no logits
-    are returned."""
+    are returned. ``originals``: the code of the model's class and of its loss."""
     keeps = kwargs.get("logits_to_keep", 0)
     usually = (
         len(args) > 1
@@ -53,6 +61,7 @@ def causal_forward(model: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
         or isinstance(keeps, Tensor)
         or keeps != 0
         or kwargs.get("ignore_index", loss.IGNORED) != loss.IGNORED
+        or any(code.replaced() for code in originals)
         or loss_refusal(model)
         or unfit(model.lm_head.weight, [model.lm_head.weight])
     )

@@ -16,12 +16,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from coda_agent.fused import functional
-from coda_agent.fused.chains import Begun, kept, remade
-from coda_agent.fused.functional import matmul_dtype
+from coda_agent.fused.chains import Begun, remade
+from coda_agent.fused.functional import GRAIN, matmul_dtype
 from coda_agent.fused.huggingface import stack
+from coda_agent.fused.huggingface.family import (
+    WINDOWED,
+    Code,
+    Owner,
+    changed,
+    code,
+    code_of,
+    family,
+    kind,
+    own_forward,
+    place,
+)
+from coda_agent.fused.huggingface.frozen import copy_of, is_frozen
 from coda_agent.fused.pointwise.heads import heads
 from coda_agent.primitives.target import TARGET
 
@@ -32,58 +47,71 @@ ACTIVATIONS = {
     "PytorchGELUTanh": "geglu",
     "NewGELUActivation": "geglu",
 }
-GRAIN = 8  # 16-bit elements in 16 bytes; sizes of weights must be multiples
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+PLAIN_WEIGHTS = (nn.Parameter, Tensor, FakeTensor, FunctionalTensor)  # the last two while torch.export traces
 PARTS = {
-    "in": ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
+    "attention_in": ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention_out": ("self_attn.o_proj",),
     "mlp": ("post_attention_layernorm", "mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 }
+OFF = "switched off in the call of patch"
+LINEAR = code_of(nn.Linear, "forward")
+
+
+class Original(NamedTuple):
+    """The code of transformers for which a layer's fused parts stand."""
+
+    layer: Code | None
+    attention: Code | None
+    norm: Code | None
+    mlp: Code | None
+    activation: Code
+    model: Code | None  # of the model that owns the layer
+    rotary: Code | None  # of the owner's module that computes cosines and sines
+    rotation: Code
 
 
 class Settings(NamedTuple):
-    """How to compute a layer. ``centered``: norms multiply by 1 + weight. ``rotates``: the matmul's epilogue
-    rotates queries and keys, if they have no bias. ``keeps``: keep reordered weights between calls without
-    gradients, and from a forward to its backward. ``kinds``: the family's classes of norms, MLP and
-    attention. ``next_norm``: the next layer's first norm, if this layer also computes that norm, without the
-    row scaling; otherwise None."""
+    """How to compute a layer. ``parts``: the parts that may be fused. ``centered``: norms multiply by 1 +
+    weight. ``rotates``: the matmul's epilogue rotates queries and keys, if they have no bias. ``keeps``: keep
+    reordered weights from a forward to its backward. ``windows``: the family passes a sliding window to
+    attention. ``module``: the name of the family's Python module. ``owner``: the model that has the layer.
+    ``next_norm``: the next layer's first norm, if this layer also computes that norm, without the row
+    scaling; otherwise None."""
 
+    parts: frozenset[str]
     activation: str
     centered: bool
     rotates: bool
     keeps: bool
-    rotate: Callable[..., tuple[Tensor, Tensor]]
-    eager_attention: Callable[..., Any]
-    attentions: Any
-    kinds: tuple[type, ...]
+    windows: bool
+    module: str
+    original: Original
+    owner: Owner
     next_norm: Any = None
 
 
-def family(module: nn.Module, suffix: str) -> str:
-    """The family of a model's class, such as "llama" for LlamaDecoderLayer. For any other class, and for a
-    user's subclass, the result is ""."""
-    for cls in type(module).__mro__:
-        if cls.__module__.startswith("torch.distributed") or cls.__name__.startswith("FSDP"):
-            continue
-        name = cls.__module__.removeprefix("transformers.models.").partition(".")[0]
-        known = name in FAMILIES and cls.__module__ == f"transformers.models.{name}.modeling_{name}"
-        return name if known and cls.__name__.lower() == name + suffix.lower() else ""
-    return ""
-
-
-def settings(layer: Any, keeps: bool = False) -> Settings:
+def settings(layer: Any, owner: Any, parts: frozenset[str], keeps: bool = False) -> Settings:
     name = family(layer, "DecoderLayer")
-    code = sys.modules[f"transformers.models.{name}.modeling_{name}"]
-    attention = layer.self_attn
+    attention, activation = layer.self_attn, getattr(layer.mlp, "act_fn", layer.mlp)
     return Settings(
-        activation=ACTIVATIONS.get(type(getattr(layer.mlp, "act_fn", None)).__name__, ""),
+        parts=parts,
+        activation=ACTIVATIONS.get(type(activation).__name__, ""),
         centered=name == "gemma",
         rotates=not hasattr(attention, "q_norm") and functional.rotates(attention.head_dim),
         keeps=keeps,
-        rotate=code.apply_rotary_pos_emb,
-        eager_attention=code.eager_attention_forward,
-        attentions=code.ALL_ATTENTION_FUNCTIONS,
-        kinds=tuple(getattr(code, name.capitalize() + part) for part in ("RMSNorm", "MLP", "Attention")),
+        windows=name in WINDOWED,
+        module=place(name),
+        original=Original(
+            layer=code(layer, "DecoderLayer"),
+            attention=code(attention, "Attention"),
+            norm=code(layer.input_layernorm, "RMSNorm") or code(layer.post_attention_layernorm, "RMSNorm"),
+            mlp=code(layer.mlp, "MLP"),
+            activation=code_of(type(activation), "forward"),
+            model=code(owner, "Model"),
+            rotary=code(getattr(owner, "rotary_emb", owner), "RotaryEmbedding"),
+            rotation=code_of(place(name), "apply_rotary_pos_emb", "rotate_half"),
+        ),
+        owner=Owner(owner),
     )
 
 
@@ -95,29 +123,14 @@ def foreign(layer: Any) -> str:
     if own_forward(layer):
         return "it has a forward of its own"
     if not family(attention, "Attention"):
-        return f"self_attn is a {_kind(attention)}, not {name}'s"
-    return "self_attn has a forward of its own" if own_forward(attention) else ""
+        return f"self_attn is a {kind(attention)}, not {name}'s"
+    if own_forward(attention):
+        return "self_attn has a forward of its own"
+    originals = code(layer, "DecoderLayer"), code(attention, "Attention")
+    return next((why for each in originals if each and (why := each.replaced())), "")
 
 
-def own_forward(module: nn.Module) -> bool:
-    """Whether an instance has another forward than its class, for example from a hook of accelerate."""
-    return "forward" in vars(module)
-
-
-def _kind(module: nn.Module) -> str:
-    return f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
-
-
-def changed(module: nn.Module, kinds: tuple[type, ...]) -> str:
-    """Say how a module differs from a plain instance of one of these classes; return "" if it does not."""
-    if stack.hooked(module):
-        return "has hooks"
-    if type(module) not in kinds:
-        return f"is a {_kind(module)}"
-    return "has a forward of its own" if own_forward(module) else ""
-
-
-def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
+def _modules(layer: Any, part: str) -> Iterator[tuple[str, Any]]:
     for path in PARTS[part]:
         module: Any = layer
         for name in path.split("."):
@@ -125,16 +138,14 @@ def _modules(layer: nn.Module, part: str) -> Iterator[tuple[str, Any]]:
         yield path, module
 
 
-def not_plain(module: nn.Module, sharded: bool) -> str:
+def not_plain(module: Any, sharded: bool = False) -> str:
     """Say why fused parts cannot compute a projection; return "" if the projection is plain. ``sharded``:
     accept a DTensor as weight, because FSDP gathers the whole weight whenever the module runs."""
-    if type(module) is not nn.Linear:
-        return f"is a {_kind(module)}"
-    if own_forward(module):
-        return "has a forward of its own"
-    kind = type(module.weight)
-    if kind not in (nn.Parameter, Tensor) and not (sharded and kind.__name__ == "DTensor"):
-        return f"has a {kind.__name__} as weight"
+    if why := changed(module, LINEAR):
+        return why
+    weight = type(module.weight)
+    if weight not in PLAIN_WEIGHTS and not (sharded and weight.__name__ == "DTensor"):
+        return f"has a {weight.__name__} as weight"
     if any(size % GRAIN for size in module.weight.shape):
         return f"has shape {tuple(module.weight.shape)}, which is not a multiple of {GRAIN}"
     return ""
@@ -149,32 +160,52 @@ def _projections(layer: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
     """Say why a part of a layer cannot be fused; return "" if it can. ``sharded``: FSDP shards the weights
     while the layer does not run."""
+    if part not in how.parts:
+        return OFF
+    original = how.original
     for path, module in _modules(layer, part):
-        if not path.endswith("_proj"):
-            if why := changed(module, how.kinds):
-                return f"{path} {why}"
-            continue
-        if stack.hooked(module):
-            return f"{path} has hooks"
-        if why := not_plain(module, sharded):
+        if path.endswith("_proj"):
+            why = not_plain(module, sharded)
+            if not why and module.bias is not None and part != "attention_in":
+                why = "has a bias"
+        else:
+            why = changed(module, original.mlp if path == "mlp" else original.norm)
+        if why:
             return f"{path} {why}"
-        if module.bias is not None and part != "in":
-            return f"{path} has a bias"
-    if part == "mlp" and (why := _other_activation(layer.mlp.act_fn, how)):
-        return why
+    if part == "mlp":
+        return _other_activation(layer.mlp.act_fn, how)
     attention = layer.self_attn
-    if part == "in" and len({getattr(attention, f"{n}_proj").bias is None for n in "qkv"}) > 1:
+    if part == "attention_in" and len({getattr(attention, f"{n}_proj").bias is None for n in "qkv"}) > 1:
         return "some of queries, keys and values have a bias, and some have none"
     return ""
 
 
 def _other_activation(module: nn.Module, how: Settings) -> str:
     """Say why a kernel cannot compute an MLP's activation; return "" if it can."""
-    name = type(module).__name__
-    if not how.activation or ACTIVATIONS.get(name) != how.activation:
-        return f"there is no kernel for the activation {name}"
-    why = changed(module, (type(module),))
+    if not how.activation:
+        return f"there is no kernel for the activation {type(module).__name__}"
+    why = changed(module, how.original.activation)
     return f"mlp.act_fn {why}" if why else ""
+
+
+def rotation_refusal(layer: Any, how: Settings) -> str:
+    """Say why fused parts cannot rotate queries and keys, or normalize their heads; return "" if they can."""
+    if "rotation" not in how.parts:
+        return OFF
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(layer.self_attn, name, None)
+        if norm is not None and (why := changed(norm, how.original.norm)):
+            return f"self_attn.{name} {why}"
+    return how.original.rotation.replaced()
+
+
+def equal_halves(how: Settings) -> bool:
+    """Whether the two halves of the model's cosines are equal, and those of its sines, because the family's
+    own code computes them."""
+    model, original = how.owner.model, how.original
+    if original.model is None or original.model.replaced() or own_forward(model):
+        return False
+    return not changed(model.rotary_emb, original.rotary)
 
 
 def unfit(x: Tensor, weights: Iterable[Tensor]) -> str:
@@ -196,7 +227,7 @@ _warned: set[str] = set()
 
 
 def _warn(why: str) -> None:
-    if why not in _warned and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and why not in _warned:
         _warned.add(why)
         warnings.warn(f"fused: PyTorch computes this, not a kernel: {why}", stacklevel=3)
 
@@ -236,21 +267,29 @@ def _layer(
         "position_embeddings": position_embeddings,
     }
     begun = stack.take(hidden_states, layer)
-    last = getattr(layer.mlp, "down_proj", None), layer.self_attn.o_proj
-    why = unfit(hidden_states, [part.weight for part in last if type(part) is nn.Linear])
+    why = _replaced(layer, how)
+    if not why:
+        last = getattr(layer.mlp, "down_proj", None), layer.self_attn.o_proj
+        why = unfit(hidden_states, [part.weight for part in last if type(part) is nn.Linear])
     if why:
         _warn(why)
-        return usual(hidden_states, **own, **kwargs)
-    if _watched(layer.self_attn, how):
+    if why or _watched(layer.self_attn):
         return usual(hidden_states, **own, **kwargs)
     return _rest(layer, how, *_attended(layer, how, hidden_states, begun, **own, **kwargs))
 
 
-def _watched(attention: Any, how: Settings) -> bool:
-    """Whether a hook reads the attention module's result, which a fused layer does not produce, or another
-    forward than the family's computes this result."""
-    if type(attention) not in how.kinds or own_forward(attention):
-        return True
+def _replaced(layer: Any, how: Settings) -> str:
+    """Say which code of the layer or of its attention was replaced after ``patch``; return "" if none was."""
+    layer_code, attention_code = how.original.layer, how.original.attention
+    assert layer_code is not None and attention_code is not None  # otherwise ``patch`` leaves the layer alone
+    attention: Any = layer.self_attn
+    if own_forward(attention) or type(attention) is not attention_code.holder:
+        return f"self_attn is a changed {kind(attention)}"
+    return layer_code.replaced() or attention_code.replaced()
+
+
+def _watched(attention: Any) -> bool:
+    """Whether a hook reads the attention module's result, which a fused layer does not produce."""
     forward = {**attention._forward_hooks, **attention._forward_pre_hooks}
     idle = attention.config._attn_implementation != "eager"  # only eager attention returns attention weights
     read = stack.changing(forward) if idle else forward
@@ -279,8 +318,10 @@ def _attended(
     (q, k, v), x = _heads(layer, how, x, begun, position_embeddings, cached=cache is not None)
     if cache is not None:
         k, v = cache.update(k, v, attention.layer_idx, kwargs=kwargs)
-    config = attention.config
-    run = how.attentions.get_interface(config._attn_implementation, how.eager_attention)
+    config, globals = attention.config, sys.modules[how.module]
+    run = globals.ALL_ATTENTION_FUNCTIONS.get_interface(
+        config._attn_implementation, globals.eager_attention_forward
+    )
     window = vars(attention).get("sliding_window", getattr(config, "sliding_window", None))
     found, _ = run(
         attention,
@@ -290,7 +331,7 @@ def _attended(
         attention_mask,
         dropout=attention.attention_dropout if attention.training else 0.0,
         scaling=attention.scaling,
-        **({} if window is None else {"sliding_window": window}),
+        **({"sliding_window": window} if how.windows else {}),
         **kwargs,
     )
     return found.reshape(*x.shape[:-1], -1), x
@@ -304,14 +345,14 @@ def _heads(
     attention, (cos, sin) = layer.self_attn, angles
     norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
     rotated = False
-    if refusal(layer, how, "in"):
+    if refusal(layer, how, "attention_in"):
         normed = layer.input_layernorm(x)
         projected: Any = [part(normed) for part in _projections(layer)]
     else:
-        usual = cos.shape[-1] == attention.head_dim and not any(changed(norm, how.kinds) for norm in norms)
+        usual = cos.shape[-1] == attention.head_dim and not rotation_refusal(layer, how)
         usual = usual and len({norm.variance_epsilon for norm in norms}) < 2  # ``heads`` takes one eps
         # A cache keeps the model's own order of columns, because other code may read the cache.
-        rotated = usual and how.rotates and attention.q_proj.bias is None and not cached
+        rotated = usual and how.rotates and attention.q_proj.bias is None and not cached and equal_halves(how)
         sizes = [part.weight.shape[0] for part in _projections(layer)]
         one = usual and not rotated  # ``heads`` takes queries, keys and values in one matrix
         projected, x = _projected(
@@ -325,7 +366,7 @@ def _heads(
     if norms:
         q, k = norms[0](q), norms[1](k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return ((q, k, v) if rotated else (*how.rotate(q, k, cos, sin), v)), x
+    return ((q, k, v) if rotated else (*sys.modules[how.module].apply_rotary_pos_emb(q, k, cos, sin), v)), x
 
 
 def _projected(
@@ -340,21 +381,24 @@ def _projected(
     With ``angles``, queries and keys are rotated, and the columns of each rotated pair are adjacent."""
     parts, dtype = _projections(layer), matmul_dtype(x)
     weights = [part.weight for part in parts]
-    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    table = functional.angles(*angles, x.shape[:-1]).to(dtype) if angles else None
+    bias = None
+    if parts[0].bias is not None:  # fp32 stays fp32
+        bias = torch.cat([b if b.dtype == torch.float32 else b.to(dtype) for b in (p.bias for p in parts)])
+    table = None
+    if angles:
+        cos, sin = (t.to(dtype) for t in angles)
+        table = functional.angles(cos, sin, x.shape[:-1])
     norm = norm_of(layer.input_layernorm, how.centered)
     width = layer.self_attn.head_dim if angles else 0
-    packed = _reordered(how, partial(_packed, dtype=dtype, width=width), *weights)
+    packed = _reordered(layer, how, partial(_packed, dtype=dtype, width=width), *weights)
     turned = sum(len(weight) for weight in weights[:2])
     return functional.before_attention_apart(sizes, x, norm, packed, bias, table, turned, begun)
 
 
-def _reordered(how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:
+def _reordered(layer: Any, how: Settings, make: partial[Tensor], *weights: Tensor) -> Tensor:
     """Combine weights in the order that a kernel needs."""
-    calls_again = how.keeps and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # PyTorch does not count in-place changes of inference tensors, so ``kept`` could not notice them
-    if calls_again and not any(w.is_inference() for w in weights):
-        return kept(make, *weights)
+    if is_frozen(layer):
+        return copy_of(layer, make, *weights)
     return make(*weights) if how.keeps else remade(make, *weights)
 
 
@@ -373,9 +417,9 @@ def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
         h = x + out(a)
         return h + mlp(layer.post_attention_layernorm(h))
     norm = norm_of(layer.post_attention_layernorm, how.centered)
-    up = _reordered(how, partial(_paired, dtype=dtype), mlp.gate_proj.weight, mlp.up_proj.weight)
+    up = _reordered(layer, how, partial(_paired, dtype=dtype), mlp.gate_proj.weight, mlp.up_proj.weight)
     down = mlp.down_proj.weight.to(dtype)
-    if x.dtype == dtype and a.dtype == dtype and not refusal(layer, how, "out"):
+    if x.dtype == dtype and a.dtype == dtype and not refusal(layer, how, "attention_out"):
         given = (a, x, norm, out.weight, up, down, how.activation)
         if not _begins_next(layer, how):
             return functional.after_attention(*given)

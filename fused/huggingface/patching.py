@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from coda_agent.fused import chains, versions
+from coda_agent.fused import versions
 from coda_agent.fused.huggingface import causal, layers
 from coda_agent.fused.huggingface import stack as whole_stack
+from coda_agent.fused.huggingface.family import FAMILIES, code, descends, family, kind, own_forward
 from coda_agent.fused.huggingface.layers import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
 
@@ -115,54 +116,86 @@ def _attach(module: nn.Module, run: Callable[..., Any], settings: Settings | Non
     module._replicate_for_data_parallel = module.forward.replica  # type: ignore[method-assign]
 
 
-def patch(model: nn.Module, keep_reordered: bool = False, stack: bool = False) -> Table:
+def patch(
+    model: nn.Module,
+    keep_reordered: bool = False,
+    stack: bool = False,
+    *,
+    attention_in: bool = True,
+    rotation: bool = True,
+    attention_out: bool = True,
+    mlp: bool = True,
+    last_norm: bool = True,
+    loss: bool = True,
+) -> Table:
     """Let fused parts compute the decoder layers, the last norm and the training loss of each Hugging Face
     model in ``model``. The known models are Llama, Mistral, Qwen2, Qwen3 and Gemma. If ``model`` is already
-    patched, the earlier patch is undone first. ``stack``: each layer also computes the next layer's first
-    norm without the row scaling, if the layer can read that norm's weight. Otherwise the next layer computes
-    the whole norm.
+    patched, the earlier patch is undone first.
 
-    ``keep_reordered``: keep copies of the weights that a kernel needs in another order. By default each call
-    reorders these weights. Copies made in calls without gradients are kept until ``unpatch``, and take nearly
-    as much memory as the layers' weights. If a weight changes, its copy is made again, but in-place changes
-    of the weight's ``data`` are not noticed. In training, copies are kept from the forward to the backward.
-    Under activation checkpointing, forward and backward each reorder the weights. Copies of weights that FSDP
-    shards are never kept, nor of weights that replace the model's weights after ``patch``.
+    ``keep_reordered``: keep copies of the weights that a kernel needs in another order, from a forward to its
+    backward. By default forward and backward each reorder the weights. The copies take nearly as much memory
+    as the layers' weights. Under activation checkpointing, copies are not kept. ``frozen`` keeps copies
+    between calls without gradients.
 
-    The model itself computes parts that cannot be fused, and the table says why. Modules whose instances have
-    a forward of their own (see ``layers.own_forward``) are such parts. Raises UnprovedVersion for
-    an untested version of transformers.
+    ``stack``: each layer also computes the next layer's first norm without the row scaling, if the layer can
+    read that norm's weight. Otherwise the next layer computes the whole norm.
+
+    A part that is switched off is computed by PyTorch. ``attention_in``: the norm and the projections of
+    queries, keys and values. ``rotation``: the rotation of queries and keys, and the norms of their heads.
+    ``attention_out``: the output projection and its residual. ``mlp``: the norm, the MLP and its residual.
+    ``last_norm``: the model's last norm. ``loss``: the loss in training, which then returns no logits.
+
+    The model itself computes parts that cannot be fused, and the table says why: for example a part whose
+    class or instance has another forward than the family's own. Raises TypeError if ``model`` is no module,
+    and UnprovedVersion for an untested version of transformers.
     """
     unpatch(model)
-    found: dict[PatchedPart, list[str]] = {}
+    switches = {
+        "attention_in": attention_in,
+        "rotation": rotation,
+        "attention_out": attention_out,
+        "mlp": mlp,
+    }
+    parts = frozenset(name for name, on in switches.items() if on)
+    rows: dict[PatchedPart, list[str]] = {}
     sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
     following = dict(_following(model)) if stack else {}
+    owners = {
+        layer: module
+        for module in model.modules()
+        if descends(module, "Model")
+        for layer in cast(Any, module).layers
+    }
+    last = {cast(Any, module).norm for module in model.modules() if descends(module, "Model")}
     for name, module in list(model.named_modules()):
-        if layers.family(module, "DecoderLayer"):
-            rows = _layer(module, sharded, keep_reordered and not sharded, following.get(module))
-        elif layers.family(module, "ForCausalLM"):
-            rows = _causal(module, sharded)
-        elif layers.family(module, "Model") and layers.family(module.norm, "RMSNorm"):
-            name, rows = f"{name}.norm".removeprefix("."), _last_norm(module.norm)
+        if module in owners or descends(module, "DecoderLayer"):
+            keeps = keep_reordered and not sharded
+            own = _layer(module, owners.get(module), sharded, keeps, parts, following.get(module))
+        elif module in last:
+            own = _last_norm(module, last_norm)
+        elif descends(module, "PreTrainedModel") and not descends(module, "Model"):
+            own = _causal(module, sharded, loss)
         else:
             continue
-        for row in rows:
-            found.setdefault(row, []).append(name or "model")
-    if not found:
-        known = ", ".join(layers.FAMILIES)
-        found[_row(model, "all", "", f"it has no layer of these families of transformers: {known}")] = [
+        for row in own:
+            rows.setdefault(row, []).append(name or "model")
+    if not rows:
+        known = ", ".join(FAMILIES)
+        rows[_row(model, "all", "", f"it has no layer of these families of transformers: {known}")] = [
             "model"
         ]
-    return Table(row._replace(module=_together(names)) for row, names in found.items())
+    return Table(row._replace(module=_together(names)) for row, names in rows.items())
 
 
 def unpatch(model: nn.Module) -> None:
     """Undo ``patch``. Modules that ``patch`` left alone do not change. A forward that other code has wrapped
-    since ``patch`` stays wrapped, and computes what the unpatched module computes."""
+    since ``patch`` stays wrapped, and computes what the unpatched module computes. Raises TypeError if
+    ``model`` is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, such as a Hugging Face model, not {model!r:.100}")
     for module in model.modules():
         if vars(module).pop(_ATTRIBUTE, None) is None:
             continue
-        chains.forget(*module.parameters())
         vars(module).pop("_replicate_for_data_parallel", None)
         if getattr(module.forward, "__func__", None) is PatchedForward(module).__func__:
             del module.forward
@@ -172,72 +205,86 @@ def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield each decoder layer with the next layer. Leave out models in which other code than Hugging Face's
     passes the stream from layer to layer."""
     for module in model.modules():
-        if layers.family(module, "Model") and "forward" not in vars(module):
+        if family(module, "Model") and not own_forward(module):
             yield from pairwise(cast(Any, module.layers))
 
 
-def _no_next_norm(layer: Any, following: Any, why: dict[str, str], sharded: bool) -> str:
+def _no_next_norm(layer: Any, following: Any, why: dict[str, str], how: Settings, sharded: bool) -> str:
     """Say why a layer cannot compute the following layer's first norm without the row scaling; return "" if
     it can."""
-    if not layers.family(following, "DecoderLayer"):
+    if not family(following, "DecoderLayer"):
         return f"the next layer is a {type(following).__name__}"
     if other := layers.foreign(following):
         return f"the next layer is not patched: {other}"
-    if own := why["out"] or why["mlp"]:
+    if own := why["attention_out"] or why["mlp"]:
         return own
-    how = layers.settings(following)
-    if other := layers.refusal(following, how, "in", sharded):
+    if other := layers.refusal(following, how, "attention_in", sharded):
         return f"in the next layer, {other}"
     if type(following).__name__.startswith("FSDP"):
         return "FSDP shards the next layer separately"
     return whole_stack.refusal(layer, following.input_layernorm, sharded)
 
 
-def _layer(layer: Any, sharded: bool, keeps: bool, following: Any = None) -> list[PatchedPart]:
+def _layer(
+    layer: Any, owner: Any, sharded: bool, keeps: bool, parts: frozenset[str], following: Any = None
+) -> list[PatchedPart]:
     versions.expect("transformers")
+    if not family(layer, "DecoderLayer"):
+        return [_row(layer, "all", "", f"it is a {kind(layer)}, not a decoder layer of transformers")]
     if foreign := layers.foreign(layer):
         return [_row(layer, "all", "", foreign)]
-    how = layers.settings(layer, keeps)
-    if keeps:
-        # Leave out quantized weights: PyTorch cannot replace a weight that ``chains`` refers to.
-        chains.may_keep(*(weight for weight in layer.parameters() if type(weight) is nn.Parameter))
+    how = layers.settings(layer, owner, parts, keeps)
     why = {part: layers.refusal(layer, how, part, sharded) for part in layers.PARTS}
-    no_next = "" if following is None else _no_next_norm(layer, following, why, sharded)
+    no_next = "" if following is None else _no_next_norm(layer, following, why, how, sharded)
     if following is not None and not no_next:
         how = how._replace(next_norm=following.input_layernorm)
     _attach(layer, layers.layer_forward, how)
     bias = getattr(layer.self_attn.q_proj, "bias", None) is not None
-    turned = how.rotates and not bias
+    turns = why["attention_in"] or layers.rotation_refusal(layer, how)
+    turned = how.rotates and not bias and not turns and layers.equal_halves(how)
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned} (derived)"
-    after = f"{'block' if not why['out'] else 'mlp'}_{how.activation}"
+    after = f"{'block' if not why['attention_out'] else 'mlp'}_{how.activation}"
     after += "_next_norm" * (how.next_norm is not None) + " (derived)"
     heads = "norms of heads, rotation" if hasattr(layer.self_attn, "q_norm") else "rotation"
     return [
-        _row(layer, "norm, queries, keys, values", before, why["in"]),
-        _row(layer, heads, before if turned else "heads", why["in"]),
+        _row(layer, "norm, queries, keys, values", before, why["attention_in"]),
+        _row(layer, heads, before if turned else "heads", turns),
         _row(layer, "attention", "", "the model's own"),
-        _row(layer, "output projection, residual", after, why["out"] or why["mlp"]),
+        _row(layer, "output projection, residual", after, why["attention_out"] or why["mlp"]),
         _row(layer, "norm, MLP, residual", after, why["mlp"]),
     ] + [_row(layer, "next layer's norm, without its row scaling", after, no_next)] * (following is not None)
 
 
-def _causal(model: Any, sharded: bool) -> list[PatchedPart]:
+def _causal(model: Any, sharded: bool, on: bool) -> list[PatchedPart]:
     versions.expect("transformers")
-    if layers.own_forward(model):
+    original = code(model, "ForCausalLM")
+    if original is None:
+        why = f"it is a {kind(model)}, not a causal model of transformers"
+    elif own_forward(model):
         why = "the model has a forward of its own"
+    elif not on:
+        why = layers.OFF
     else:
-        why = causal.loss_refusal(model, sharded)
-        _attach(model, causal.causal_forward)
+        originals = original, causal.loss_code()
+        replaced = next((why for each in originals if (why := each.replaced())), "")
+        why = replaced or causal.loss_refusal(model, sharded)
+        _attach(model, partial(causal.causal_forward, originals=originals))
     return [_row(model, "loss in training, without logits", "summed_loss", why)]
 
 
-def _last_norm(norm: Any) -> list[PatchedPart]:
+def _last_norm(norm: Any, on: bool) -> list[PatchedPart]:
     versions.expect("transformers")
-    if layers.own_forward(norm):
-        return [_row(norm, "last norm", "", "it has a forward of its own")]
-    run = partial(causal.norm_forward, centered=layers.family(norm, "RMSNorm") == "gemma")
-    _attach(norm, run)
-    return [_row(norm, "last norm", "rms_norm", "")]
+    original = code(norm, "RMSNorm")
+    if original is None:
+        why = f"it is a {kind(norm)}, not a norm of transformers"
+    elif own_forward(norm):
+        why = "it has a forward of its own"
+    elif not on:
+        why = layers.OFF
+    elif not (why := original.replaced()):
+        centered = family(norm, "RMSNorm") == "gemma"
+        _attach(norm, partial(causal.norm_forward, centered=centered, original=original))
+    return [_row(norm, "last norm", "rms_norm", why)]
 
 
 def _row(module: nn.Module, part: str, program: str, why: str) -> PatchedPart:

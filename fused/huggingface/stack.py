@@ -27,7 +27,7 @@ class BegunFor(NamedTuple):
     unknown."""
 
     norm: nn.Module
-    begun: Begun
+    begun: Begun | None
     changes: int | None
 
 
@@ -37,7 +37,7 @@ def _changes(stream: Tensor) -> int | None:
     return None if torch.compiler.is_compiling() or stream.is_inference() else stream._version
 
 
-def hand_over(stream: Tensor, norm: nn.Module, begun: Begun) -> Tensor:
+def hand_over(stream: Tensor, norm: nn.Module, begun: Begun | None) -> Tensor:
     setattr(stream, _ATTRIBUTE, BegunFor(norm, begun, _changes(stream)))
     return stream
 
@@ -77,6 +77,8 @@ def refusal(layer: Any, norm: Any, sharded: bool = False) -> str:
         return "the next layer's norm has hooks"
     if type(other) not in (nn.Parameter, Tensor) and not sharded:
         return f"the next layer's norm has a {type(other).__name__} as weight"
+    if own.dtype == torch.float16:
+        return "in fp16 each layer computes its whole first norm"
     if other.device != own.device:
         return f"the next layer's norm is on {other.device}, this layer on {own.device}"
     return ""

@@ -128,7 +128,7 @@ def _backward_heads(  # type: ignore[no-untyped-def]
         gamma_a, gamma_b = _halves(gamma, HALF)
     for first in range(0, heads, BLOCK):
         turned_a, turned_b = _load(d, heads, first, head_stride, HALF, BLOCK)
-        da = turned_a * cos_a + turned_b * sin_a
+        da = turned_a * cos_a + turned_b * sin_b
         db = turned_b * cos_b - turned_a * sin_a
         if NORMED:
             a, b = _load(z, heads, first, 2 * HALF, HALF, BLOCK)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from coda_agent.fused.ops import check_backward
 from coda_agent.fused.pointwise.programs import runs_on_gpu
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -98,6 +99,8 @@ class _InOnePass(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         from coda_agent.fused.pointwise import head_kernels
+
+        check_backward(*gradients)
 
         packed, cos, sin, *gammas = ctx.saved_tensors
         d, *d_gammas, sums = head_kernels.backward(gradients, packed, cos, sin, ctx.groups, gammas, ctx.eps)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_agent.fused.ops import check_first_derivative, check_forward_mode, check_torch_func
+from coda_agent.fused.ops import check_backward, check_forward_mode, check_torch_func
 from coda_agent.fused.pointwise.programs import fused_on_gpu
 
 
@@ -49,7 +49,7 @@ class _WholeNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_derivative()
+        check_backward(dy)
         dx, dgamma = _gradients(dy, *ctx.saved_tensors)
         x_wanted, gamma_wanted, _ = ctx.needs_input_grad
         return dx if x_wanted else None, dgamma if gamma_wanted else None, None

@@ -214,7 +214,10 @@ def solve(
         rest = formula.value(sizes | {dim: 0})
         step = formula.value(sizes | {dim: 1}) - rest
         if step == 0 or (extent - rest) % step or (extent - rest) // step <= 0:
-            raise ValueError(f"input {name!r}, axis {axis}: no positive {dim} makes {formula} = {extent}")
+            empty = "; the tensor is empty, so compute the result without a kernel" if extent == 0 else ""
+            raise ValueError(
+                f"input {name!r}, axis {axis}: no positive {dim} makes {formula} = {extent}{empty}"
+            )
         sizes[dim] = (extent - rest) // step
     for name, shape in shapes.items():
         found, expected = tuple(extents[name]), tuple(d.value(sizes) for d in shape)

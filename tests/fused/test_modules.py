@@ -111,3 +111,29 @@ def test_what_cannot_be_is_refused() -> None:
         layer(x, angle, angle)
     with pytest.raises(ValueError, match="the RMSNorm has eps=None"):
         modules.MLP(WIDTH, HIDDEN)(torch.randn(2, WIDTH), nn.RMSNorm(WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: modules.Attention(32, 6, 4, 8), "6 query heads must be a positive multiple of 4 key heads"),
+        (lambda: modules.Attention(32, 4, 0, 8), "multiple of 0 key heads"),
+        (lambda: modules.DecoderLayer(32, 48, 3), "width 32 is no multiple of 3 heads: pass head_width"),
+        (lambda: modules.DecoderLayer(32, 48, 0, head_width=8), "no multiple of 0 heads"),
+        (lambda: modules.MLP(32, 44), "a weight of 44 x 32: both must be positive multiples of 8"),
+        (lambda: modules.CausalHead(32, 0), "a weight of 0 x 32"),
+    ],
+)
+def test_sizes_that_no_kernel_takes_are_refused_when_a_module_is_made(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_dtype_that_no_kernel_takes_is_refused_when_a_module_is_made() -> None:
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(TypeError, match="kernels do not take torch.float64"):
+            modules.MLP(32, 48)
+    finally:
+        torch.set_default_dtype(usual)

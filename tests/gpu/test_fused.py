@@ -4,6 +4,7 @@ GPU: operators against fp64, text that models generate, CUDA graphs, streams and
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from layer_parts import GPU, PARTS, gradients, loss_of
 from small_models import FAMILIES, own_operators, tokens
 from test_apart import test_each_input_may_be_frozen as test_inputs_of_projections_apart_may_be_frozen
 from test_apart import test_gradients_are_those_of_the_projection_and_the_stream
+from test_frozen import reordered, test_a_frozen_model_reorders_each_weight_once
 from test_functional import (
     test_a_loss_does_its_rows_in_parts,
     test_a_mode_sees_the_operators_and_changes_no_gradient,
@@ -29,6 +31,18 @@ from test_functional import (
 )
 from test_functional import (
     test_activation_checkpointing_gives_the_same_gradients as test_checkpointing_a_part,
+)
+from test_half import (
+    test_an_fp16_loss_keeps_gradients_of_tiny_streams,
+    test_fp16_has_the_unpatched_models_range,
+    test_one_16_bit_type_trains_under_autocast_in_the_other,
+)
+from test_loss import (
+    test_an_infinite_value_reaches_the_gradients_that_it_reaches_in_pytorch,
+    test_many_gradients_at_once_are_refused,
+    test_nearly_certain_tokens_have_the_yardsticks_error,
+    test_one_word_is_certain,
+    test_without_a_target_gradients_are_zero_whatever_the_loss_is_divided_by,
 )
 from test_norm import test_either_input_may_be_frozen, test_it_and_its_gradients_are_those_of_fp64
 from test_ops import NAMES, drawn, on_gpu, test_opcheck_passes
@@ -51,17 +65,22 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import error_gate, reference
 
 __all__ = [
+    "reordered",
+    "test_a_frozen_model_reorders_each_weight_once",
     "test_a_loss_does_its_rows_in_parts",
     "test_a_mode_sees_the_operators_and_changes_no_gradient",
     "test_a_model_compiles_whole_for_any_length",
     "test_a_subclass_of_tensor_takes_the_operator",
     "test_a_summed_loss_does_its_rows_in_parts",
     "test_a_summed_loss_reads_one_value_after_all_products",
+    "test_an_fp16_loss_keeps_gradients_of_tiny_streams",
+    "test_an_infinite_value_reaches_the_gradients_that_it_reaches_in_pytorch",
     "test_autocast_keeps_the_stream_and_the_gradients_in_fp32",
     "test_checkpointing_a_part",
     "test_each_input_may_be_frozen",
     "test_either_input_may_be_frozen",
     "test_every_part_of_a_layer_runs_fused",
+    "test_fp16_has_the_unpatched_models_range",
     "test_gradients_are_those_of_the_projection_and_the_stream",
     "test_in_bf16_it_loses_no_more_than_pytorch",
     "test_inputs_of_projections_apart_may_be_frozen",
@@ -69,10 +88,15 @@ __all__ = [
     "test_it_compiles_whole_for_any_rows",
     "test_it_converges_as_the_unpatched_model",
     "test_loss_and_every_gradient_pass_the_error_gate",
+    "test_many_gradients_at_once_are_refused",
+    "test_nearly_certain_tokens_have_the_yardsticks_error",
+    "test_one_16_bit_type_trains_under_autocast_in_the_other",
+    "test_one_word_is_certain",
     "test_opcheck_passes",
     "test_opcheck_passes_for_the_summed_loss",
     "test_opcheck_passes_with_gradients",
     "test_the_models_own_checkpointing_gives_the_same_gradients",
+    "test_without_a_target_gradients_are_zero_whatever_the_loss_is_divided_by",
     "test_without_gradients_nothing_is_kept_for_them",
     "warns_anew",
 ]
@@ -93,19 +117,18 @@ def test_an_operator_agrees_with_fp64(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("keep_reordered", [False, True])
-def test_generate_takes_a_token_that_is_the_most_likely_but_for_rounding(
-    family: str, keep_reordered: bool
-) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_generate_takes_a_token_that_is_the_most_likely_but_for_rounding(family: str, frozen: bool) -> None:
     model = small_models.model(family, torch.bfloat16, device="cuda").eval()
     ids = tokens(2, 9).cuda()
-    fused.patch(model, keep_reordered)
+    fused.patch(model)
     found: list[Tensor] = []
-    ran = own_operators(
-        lambda: found.append(
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    with fused.frozen(model) if frozen else nullcontext():
+        ran = own_operators(
+            lambda: found.append(
+                model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+            )
         )
-    )
     assert len(ran) == 12 * 2 * 2 and all(each.endswith("_inference") for each in ran)
     fused.unpatch(model)
     with torch.no_grad():
@@ -113,6 +136,32 @@ def test_generate_takes_a_token_that_is_the_most_likely_but_for_rounding(
     best = logits.max(-1).values
     taken = logits.gather(-1, found[0][:, 9:, None])[..., 0]
     assert ((best - taken) < 0.05 * logits.std(-1)).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_reads_the_weights_that_it_may_read(frozen: bool) -> None:
+    """A graph that is captured inside ``frozen`` reads copies of the weights; any other reads the weights."""
+    model, ids = small_models.model("Llama", torch.bfloat16, device="cuda").eval(), tokens(2, 9).cuda()
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool, device="cuda").tril()
+    fused.patch(model)
+
+    def logits() -> Tensor:
+        result: Tensor = model(ids, attention_mask=mask, use_cache=False).logits
+        return result
+
+    with torch.no_grad(), fused.frozen(model) if frozen else nullcontext():
+        expected = logits()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = logits()
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, expected)
+        if not frozen:
+            for parameter in model.parameters():
+                parameter.data.mul_(1.5)
+            graph.replay()
+            assert torch.equal(captured, logits()) and not torch.equal(captured, expected)
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import small_models
@@ -25,7 +25,7 @@ from small_models import FAMILIES, faults, own_operators, tokens, trained
 from torch import Tensor
 
 from coda_agent import fused
-from coda_agent.fused import chains
+from coda_agent.fused import ops
 from coda_agent.fused.huggingface import layers
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -103,53 +103,6 @@ def test_generate_gives_the_same_tokens(family: str, stack: bool) -> None:
     ran = own_operators(lambda: model.generate(tokens(2, 9), **how))
     assert torch.equal(model.generate(tokens(2, 9), **how), usual)
     assert len(ran) == 12 * 2 * 2 and all(each.endswith("_inference") for each in ran)
-
-
-def test_a_kept_weight_that_changes_stays_where_a_graph_reads_it() -> None:
-    gate, up, make = torch.ones(4, 8), torch.ones(4, 8), partial(layers._paired, dtype=torch.float32)
-    chains.may_keep(gate, up)
-    first = chains.kept(make, gate, up)
-    up.mul_(2)
-    assert chains.kept(make, gate, up) is first and torch.equal(first, make(gate, up))
-
-
-def test_reordered_weights_may_be_kept_between_calls_without_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, ids, made = small_models.model("Llama").eval(), tokens(), list[int]()
-    paired = layers._paired
-
-    def counted(*weights: Any, **how: Any) -> Tensor:
-        made.append(1)
-        return paired(*weights, **how)
-
-    monkeypatch.setattr(layers, "_paired", counted)
-
-    def logits(keep: bool) -> Tensor:
-        fused.patch(model, keep)
-        with torch.no_grad():
-            first, second = (model(ids).logits for _ in range(2))
-        assert torch.equal(first, second)
-        return second
-
-    plain = logits(False)
-    assert len(made) == 4  # two layers, each run in two calls
-    assert torch.equal(logits(True), plain) and len(made) == 6
-    mlp, attention = model.model.layers[0].mlp, model.model.layers[1].self_attn
-    for weight in (mlp.up_proj.weight, attention.k_proj.weight):
-        with torch.no_grad():
-            before = model(ids).logits
-            weight.mul_(1.5)
-            found = model(ids).logits
-        assert loss_of(found, before) > 1e-3
-        assert torch.equal(found, logits(True))
-    mlp.gate_proj.weight = torch.nn.Parameter(mlp.gate_proj.weight.detach() * 2)
-    with torch.no_grad():
-        found = model(ids).logits
-    assert any(weight in chains._kept for weight in model.parameters())
-    assert torch.equal(found, logits(False))
-    assert not any(weight in chains._kept for weight in model.parameters())
-    assert trained(model.train(), ids).keys() == {"loss", *(n for n, _ in model.named_parameters())}
 
 
 def test_a_cache_that_an_unpatched_model_filled_can_be_read_on() -> None:
@@ -428,13 +381,104 @@ def test_a_batch_without_a_target_has_gradients_of_zero() -> None:
     assert loss.isnan() and all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_a_patched_model_is_exported() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_patched_model_is_exported_with_its_operators(strict: bool) -> None:
     model, ids = small_models.model("Llama").eval(), tokens()
     expected = model(ids, use_cache=False).logits
     fused.patch(model)
     with torch.no_grad():
-        made = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
-        assert loss_of(made.module()(ids, use_cache=False).logits, expected) < 1e-5
+        exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=strict)
+        assert loss_of(exported.module()(ids, use_cache=False).logits, expected) < 1e-5
+    assert sum("coda_agent" in str(node.target) for node in exported.graph.nodes) == 4
+
+
+def test_a_window_without_a_target_leaves_all_weights_finite() -> None:
+    """``num_items_in_batch`` is 0 where the Trainer accumulates batches that have no target."""
+    model, ids = small_models.model("Llama"), tokens()
+    fused.patch(model)
+    labels = torch.full_like(ids, -100)
+    model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(0)).loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_an_adaption_prompt_may_come_after_patch() -> None:
+    import peft
+
+    def loss(patched: bool) -> Tensor:
+        model = small_models.model("Llama")
+        if patched:
+            fused.patch(model)
+        torch.manual_seed(0)
+        config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1)
+        adapted = peft.get_peft_model(model, config)
+        return trained(adapted, tokens())["loss"]
+
+    assert loss_of(loss(True), loss(False)) < 3e-6
+
+
+def test_batched_gradients_of_a_model_are_refused() -> None:
+    model, stream = small_models.model("Llama"), torch.randn(1, 4, 32, requires_grad=True)
+    fused.patch(model)
+    logits = model(inputs_embeds=stream).logits[0, -1, :3]
+    with pytest.raises(ops.NoBackward):
+        torch.autograd.grad(logits, stream, torch.eye(3), is_grads_batched=True)
+
+
+SWITCHES = {  # the rows of the table that a switch turns off
+    "attention_in": {"norm, queries, keys, values", "rotation"},
+    "rotation": {"rotation"},
+    "attention_out": {"output projection, residual"},
+    "mlp": {"norm, MLP, residual", "output projection, residual"},
+    "last_norm": {"last norm"},
+    "loss": {"loss in training, without logits"},
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_part_may_be_switched_off(switch: str) -> None:
+    model = small_models.model("Llama")
+    expected = trained(model, tokens(), use_cache=False)
+    table = fused.patch(model, **{switch: False})
+    off = {row.part for row in table if row.why == layers.OFF}
+    assert off == SWITCHES[switch]
+    assert off | {"attention"} == {row.part for row in table if row.runs == "PyTorch"}
+    result = trained(model, tokens(), use_cache=False)
+    assert max(loss_of(result[name], expected[name]) for name in expected) < 3e-6
+    ids = tokens()
+    assert (model(input_ids=ids, labels=ids).logits is None) == (switch != "loss")
+
+
+def descended(module: Any) -> None:
+    module.__class__ = type("Mine", (type(module),), {})
+
+
+PARTS = {
+    "": ("model", "loss in training, without logits"),
+    "model.layers.1": ("model.layers.1", "all"),
+    "model.norm": ("model.norm", "last norm"),
+}
+
+
+@pytest.mark.parametrize("path", PARTS)
+@pytest.mark.parametrize("change", [descended, with_forward])
+def test_the_table_has_a_row_for_a_part_that_is_a_subclass_or_has_its_own_forward(
+    change: Callable[[Any], None], path: str
+) -> None:
+    model = small_models.model("Llama")
+    every = {(row.module.partition(" to ")[0], row.part) for row in fused.patch(model)}
+    fused.unpatch(model)
+    change(model.get_submodule(path))
+    rows = {(row.module, row.part): row for row in fused.patch(model)}
+    assert rows[PARTS[path]].runs == "PyTorch" and rows[PARTS[path]].why
+    assert {part for _, part in every} <= {part for _, part in rows} | {"all"}
+
+
+def test_the_table_has_a_row_for_a_part_of_another_kind() -> None:
+    model = small_models.model("Llama")
+    model.model.layers[1], model.model.norm = torch.nn.Identity(), torch.nn.RMSNorm(32)
+    rows = {row.module: row.why for row in fused.patch(model)}
+    assert rows["model.layers.1"] == "it is a torch Identity, not a decoder layer of transformers"
+    assert rows["model.norm"] == "it is a torch RMSNorm, not a norm of transformers"
 
 
 @pytest.mark.parametrize("kind", [Scaled, Integer])
@@ -477,47 +521,6 @@ def test_another_loss_is_the_models(wrap: Any) -> None:
     assert "the loss is" in said["loss in training, without logits"]
     found = trained(model, tokens())
     assert max(loss_of(found[name], expected[name]) for name in expected) < 3e-6
-
-
-def test_a_kept_weight_may_be_made_in_inference_mode() -> None:
-    model = small_models.model("Llama").eval()
-    fused.patch(model, keep_reordered=True)
-    with torch.inference_mode():
-        model(tokens(), use_cache=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.01)
-        found = model(tokens(), use_cache=False).logits
-        fused.unpatch(model)
-        assert loss_of(found, model(tokens(), use_cache=False).logits) < 1e-5
-
-
-def test_nothing_is_kept_of_a_weight_that_fsdp_fills_again() -> None:
-    """FSDP's gathered weights are other tensors than those that ``patch`` saw, and PyTorch does not count how
-    often FSDP fills their memory."""
-    model = small_models.model("Llama").eval()
-    fused.patch(model, keep_reordered=True)
-    mlp, autograd = model.model.layers[0].mlp, cast(Any, torch.autograd)
-    mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight.detach().clone())
-    with torch.no_grad():
-        for _ in range(2):
-            found = model(tokens(), use_cache=False).logits
-            with autograd._unsafe_preserve_version_counter(mlp.up_proj.weight):
-                mlp.up_proj.weight.mul_(1.5)
-        found = model(tokens(), use_cache=False).logits
-        fused.unpatch(model)
-        assert loss_of(found, model(tokens(), use_cache=False).logits) < 1e-5
-
-
-def test_two_orders_of_a_kept_weight_have_two_addresses() -> None:
-    weights = [torch.randn(16, 8) for _ in range(3)]
-    chains.may_keep(*weights)
-    orders = [partial(layers._packed, dtype=torch.float32, width=width) for width in (0, 8)]
-    first = chains.kept(orders[0], *weights)
-    before = first.clone()
-    second = chains.kept(orders[1], *weights)
-    assert torch.equal(first, before) and not torch.equal(first, second)
-    assert chains.kept(orders[0], *weights) is first and chains.kept(orders[1], *weights) is second
 
 
 def test_a_layer_takes_the_former_name_of_a_cache() -> None:
@@ -714,7 +717,7 @@ def test_odd_widths_are_left_to_the_model() -> None:
     exact = trained(copy.deepcopy(model).double(), tokens())
     table = fused.patch(model)
     assert {row.part for row in table if row.runs == "fused"} == {"last norm"}
-    assert "is not a multiple of 8" in table[-1].why
+    assert all("is not a multiple of 8" in row.why for row in table if "norm, " in row.part)
     assert own_operators(lambda: trained(model, tokens())) == []
     assert max(loss_of(g, exact[name]) for name, g in trained(model, tokens()).items()) < 3e-6
 

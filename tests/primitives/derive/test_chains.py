@@ -18,7 +18,7 @@ CHAINS = {
     "mlp_gelu": (chains.mlp("gelu"), ("out",), 4),
     "mlp_relu2": (chains.mlp("relu2"), ("out",), 4),
     "attention_in_bias": (chains.attention_in(bias=True), ("qkv",), 3),
-    "loss": (chains.loss(), ("lse", "target_logit"), 3),
+    "loss": (chains.loss(), ("rest_lse", "target_logit"), 3),
     "attention_out": (chains.attention_out(), ("h",), 2),
     "attention_in": (chains.attention_in(), ("qkv",), 2),
     "between_attentions": (chains.between_attentions(), ("out", "qkv"), 8),

@@ -126,7 +126,7 @@ def test_what_is_stored_fits_the_limit(limit: int | None, again: set[str]) -> No
 def test_a_limit_that_cannot_be_met_says_what_can() -> None:
     program = chains.loss().program("loss")
     with pytest.raises(ProgramError) as refused:
-        derive(program, {"M": 64, "D": 32, "V": 128}, wrt=["w"], of=["lse"], save_bytes=3)
+        derive(program, {"M": 64, "D": 32, "V": 128}, wrt=["w"], of=["rest_lse"], save_bytes=3)
     assert refused.value.code == "save_bytes" and "\n" not in refused.value.message
 
 

@@ -1,0 +1,132 @@
+"""Recognize the model families of transformers whose parts can be fused, and code that replaced theirs.
+
+Libraries replace classes and functions of transformers, such as a class's forward or ``rotate_half``. A fused
+part computes what the original functions compute. So each fused part checks in each call that the functions
+for which it stands are still the original ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from coda_agent.fused.huggingface.stack import hooked
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+WINDOWED = ("mistral", "qwen2", "qwen3")  # their attention modules pass a sliding window to attention
+# The methods of a family's classes for which fused parts stand. Gemma's norm has a ``_norm``.
+METHODS = ("forward", "_norm")
+
+
+def _classes(module: nn.Module, suffix: str) -> Iterator[tuple[type, bool]]:
+    """Yield each family's class whose name ends in ``suffix``, such as LlamaDecoderLayer, from which a
+    module's class descends, and whether it is the module's class. Wrappers of FSDP do not count."""
+    exact = True
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.distributed") or cls.__name__.startswith("FSDP"):
+            continue
+        if (name := _family(cls)) and cls.__name__.lower() == name + suffix.lower():
+            yield cls, exact
+        exact = False
+
+
+def _family(cls: type) -> str:
+    name = cls.__module__.removeprefix("transformers.models.").partition(".")[0]
+    return name if name in FAMILIES and cls.__module__ == place(name) else ""
+
+
+def place(name: str) -> str:
+    """The name of the Python module that defines a family's classes."""
+    return f"transformers.models.{name}.modeling_{name}"
+
+
+def family(module: nn.Module, suffix: str) -> str:
+    """The family of a model's class, such as "llama" for LlamaDecoderLayer. For any other class, and for a
+    user's subclass, the result is ""."""
+    return next((_family(cls) for cls, exact in _classes(module, suffix) if exact), "")
+
+
+def descends(module: nn.Module, suffix: str) -> bool:
+    """Whether a module's class is a family's class or a subclass of one."""
+    return next(_classes(module, suffix), None) is not None
+
+
+class Code(NamedTuple):
+    """Functions of a class or of a Python module. None stands for a function that other code had replaced."""
+
+    holder: type | str  # the class, or the module's name
+    functions: tuple[tuple[str, Callable[..., Any] | None], ...]
+
+    def replaced(self) -> str:
+        """Say which function other code has replaced; return "" if they all are the original ones."""
+        holder: Any = sys.modules[self.holder] if isinstance(self.holder, str) else self.holder
+        for name, function in self.functions:
+            if function is None or getattr(holder, name) is not function:
+                return f"other code replaced {holder.__name__.rpartition('.')[2]}.{name}"
+        return ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return code_of, (self.holder, *(name for name, _ in self.functions))
+
+
+def code_of(holder: type | str, *names: str) -> Code:
+    """The functions with these names, of a class or of an imported Python module."""
+    module: Any = sys.modules[holder if isinstance(holder, str) else holder.__module__]
+    prefix, owner = ("", module) if isinstance(holder, str) else (f"{holder.__name__}.", holder)
+    functions = {name: getattr(owner, name) for name in names}
+    return Code(
+        holder, tuple((n, f if _original(f, module, prefix + n) else None) for n, f in functions.items())
+    )
+
+
+def _original(function: Any, module: Any, name: str) -> bool:
+    """Whether a function is the one that the module's file defines under this name. Decorators of the
+    module's own package may wrap it."""
+    package = Path(sys.modules[module.__name__.partition(".")[0]].__file__ or "").parent
+    while True:
+        code = getattr(function, "__code__", None)
+        if code is None or package not in Path(code.co_filename).parents:
+            return False
+        if not hasattr(function, "__wrapped__"):
+            return (code.co_filename, code.co_qualname) == (module.__file__, name)
+        function = function.__wrapped__
+
+
+def code(module: nn.Module, suffix: str) -> Code | None:
+    """The functions of a module's class for which fused parts stand; None if the class is not a family's."""
+    cls = next((cls for cls, exact in _classes(module, suffix) if exact), None)
+    return None if cls is None else code_of(cls, *(name for name in METHODS if hasattr(cls, name)))
+
+
+def changed(module: nn.Module, original: Code | None) -> str:
+    """Say how a module differs from a plain instance of the original class; return "" if it does not."""
+    if hooked(module):
+        return "has hooks"
+    if original is None or type(module) is not original.holder:
+        return f"is a {kind(module)}"
+    if own_forward(module):
+        return "has a forward of its own"
+    return f"is changed: {why}" if (why := original.replaced()) else ""
+
+
+def kind(module: nn.Module) -> str:
+    return f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether an instance has another forward than its class, for example from a hook of accelerate."""
+    return "forward" in vars(module)
+
+
+class Owner:
+    """The model of which a layer is a part. A copy of the layer alone has the same owner."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
+        return Owner(memo.get(id(self.model), self.model))
