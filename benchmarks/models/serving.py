@@ -281,7 +281,7 @@ PAGE = """# Decoding with fused parts
 Each call computes the next token of a Hugging Face model in bf16, over a static cache of {prompt} tokens.
 Parameters: {sizes}. A round computes {tokens} tokens. All arms share one set of parameters and take turns in
 random order, for {rounds} rounds. Times are medians; ratios have 95% intervals. The host time is that of one
-call, on an idle GPU. The fused arms run inside `fused.frozen`, so each weight is reordered once.
+call, on an idle GPU. The fused arms reorder each weight once, as inside [`fused.frozen`](fused.md).
 
 {table}
 The relative difference between the logits of any arm and the unpatched model's is at most {apart:.3f}.

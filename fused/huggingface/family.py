@@ -75,7 +75,7 @@ class Code(NamedTuple):
 
 def code_of(holder: type | str, *names: str) -> Code:
     """The functions with these names, of a class or of an imported Python module."""
-    module: Any = sys.modules[holder if isinstance(holder, str) else holder.__module__]
+    module: Any = sys.modules.get(holder if isinstance(holder, str) else holder.__module__)
     prefix, owner = ("", module) if isinstance(holder, str) else (f"{holder.__name__}.", holder)
     functions = {name: getattr(owner, name) for name in names}
     return Code(
@@ -86,10 +86,11 @@ def code_of(holder: type | str, *names: str) -> Code:
 def _original(function: Any, module: Any, name: str) -> bool:
     """Whether a function is the one that the module's file defines under this name. Decorators of the
     module's own package may wrap it."""
-    package = Path(sys.modules[module.__name__.partition(".")[0]].__file__ or "").parent
+    package = sys.modules[module.__name__.partition(".")[0]] if module else None
+    file = getattr(package, "__file__", None)
     while True:
         code = getattr(function, "__code__", None)
-        if code is None or package not in Path(code.co_filename).parents:
+        if not file or code is None or Path(file).parent not in Path(code.co_filename).parents:
             return False
         if not hasattr(function, "__wrapped__"):
             return (code.co_filename, code.co_qualname) == (module.__file__, name)
