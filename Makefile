@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: help env generate named test test-slow test-gpu lint docs
+.PHONY: help env generate named test test-slow test-gpu libraries lint docs
 
 PYTHON ?= python3
 ARGS ?=
@@ -16,6 +16,7 @@ make generate SPEC=specs/NAME.yaml [ARGS=...]   write and verify a kernel for a 
 make test [ARGS=...]                            run the quick tests, in a few minutes
 make test-slow                                  run the others: compilers, sweeps and whole gates
 make test-gpu                                   run the tests that need an H100
+make libraries                                  run patched models in other libraries' hands, beside unpatched ones
 make lint                                       ruff, mypy, import-linter
 make docs                                       build the documentation into site/
 make env                                        only make .venv, which the others do by themselves
@@ -46,6 +47,10 @@ test test-slow: $(READY)
 
 test-gpu: $(READY)
 	@$(BIN)/python -m pytest -q tests/gpu $(ARGS)
+
+libraries: export HF_HUB_OFFLINE := 1
+libraries: $(READY)
+	@$(BIN)/python -m benchmarks.models.libraries
 
 lint: $(READY)
 	@$(BIN)/python -m ruff check .

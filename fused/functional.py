@@ -211,7 +211,8 @@ def before_attention_apart(
     link, given = _projection(x, norm, weight, bias, table, turned, begun_norm)
     if x.dtype == weight.dtype != torch.float16:
         parts, stream = link.apart(sizes, **given)
-        x = stream.view(x.shape)
+        # torch.export would guard the shape of a view of its own input
+        x = x if stream is given["out"] else stream.view(x.shape)
     else:  # the chain's stream is not ``x``: autocast keeps ``x`` in fp32, and ``_normed`` scales fp16
         (made,) = link(**given)
         parts = made.split(sizes, 1)

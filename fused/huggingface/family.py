@@ -114,6 +114,12 @@ def changed(module: nn.Module, original: Code | None) -> str:
     return f"is changed: {why}" if (why := original.replaced()) else ""
 
 
+def sharded(model: nn.Module) -> bool:
+    """Whether FSDP shards weights of a model, by either of PyTorch's two implementations."""
+    wrappers = ("FSDP", "FullyShardedDataParallel")
+    return any(type(module).__name__.startswith(wrappers) for module in model.modules())
+
+
 def kind(module: nn.Module) -> str:
     return f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
 

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from coda_agent.fused.huggingface.family import sharded
+
 
 class _Copy(NamedTuple):
     """A reordered weight, and the state of the original weights when it was computed."""
@@ -33,8 +35,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
     a change of weights, if PyTorch noticed the change. A CUDA graph that was captured inside reads the
     copies: replay it only inside.
     """
-    sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
-    added = [] if sharded else [module for module in model.modules() if module not in _copies]
+    added = [] if sharded(model) else [module for module in model.modules() if module not in _copies]
     _copies.update({module: {} for module in added})
     try:
         yield

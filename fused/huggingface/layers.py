@@ -57,7 +57,7 @@ OFF = "switched off in the call of patch"
 LINEAR = code_of(nn.Linear, "forward")
 
 
-class Original(NamedTuple):
+class OriginalCode(NamedTuple):
     """The code of transformers for which a layer's fused parts stand."""
 
     layer: Code | None
@@ -85,7 +85,7 @@ class Settings(NamedTuple):
     keeps: bool
     windows: bool
     module: str
-    original: Original
+    original: OriginalCode
     owner: Owner
     next_norm: Any = None
 
@@ -101,7 +101,7 @@ def settings(layer: Any, owner: Any, parts: frozenset[str], keeps: bool = False)
         keeps=keeps,
         windows=name in WINDOWED,
         module=place(name),
-        original=Original(
+        original=OriginalCode(
             layer=code(layer, "DecoderLayer"),
             attention=code(attention, "Attention"),
             norm=code(layer.input_layernorm, "RMSNorm") or code(layer.post_attention_layernorm, "RMSNorm"),

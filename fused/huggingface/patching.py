@@ -18,7 +18,15 @@ from torch import nn
 from coda_agent.fused import versions
 from coda_agent.fused.huggingface import causal, layers
 from coda_agent.fused.huggingface import stack as whole_stack
-from coda_agent.fused.huggingface.family import FAMILIES, code, descends, family, kind, own_forward
+from coda_agent.fused.huggingface.family import (
+    FAMILIES,
+    code,
+    descends,
+    family,
+    kind,
+    own_forward,
+    sharded,
+)
 from coda_agent.fused.huggingface.layers import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
 
@@ -158,7 +166,7 @@ def patch(
     }
     parts = frozenset(name for name, on in switches.items() if on)
     rows: dict[PatchedPart, list[str]] = {}
-    sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
+    shards = sharded(model)
     following = dict(_following(model)) if stack else {}
     owners = {
         layer: module
@@ -169,12 +177,12 @@ def patch(
     last = {cast(Any, module).norm for module in model.modules() if descends(module, "Model")}
     for name, module in list(model.named_modules()):
         if module in owners or descends(module, "DecoderLayer"):
-            keeps = keep_reordered and not sharded
-            own = _layer(module, owners.get(module), sharded, keeps, parts, following.get(module))
+            keeps = keep_reordered and not shards
+            own = _layer(module, owners.get(module), shards, keeps, parts, following.get(module))
         elif module in last:
             own = _last_norm(module, last_norm)
         elif descends(module, "PreTrainedModel") and not descends(module, "Model"):
-            own = _causal(module, sharded, loss)
+            own = _causal(module, shards, loss)
         else:
             continue
         for row in own:
@@ -209,7 +217,7 @@ def _following(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield from pairwise(cast(Any, module.layers))
 
 
-def _no_next_norm(layer: Any, following: Any, why: dict[str, str], how: Settings, sharded: bool) -> str:
+def _no_next_norm(layer: Any, following: Any, why: dict[str, str], how: Settings, shards: bool) -> str:
     """Say why a layer cannot compute the following layer's first norm without the row scaling; return "" if
     it can."""
     if not family(following, "DecoderLayer"):
@@ -218,15 +226,15 @@ def _no_next_norm(layer: Any, following: Any, why: dict[str, str], how: Settings
         return f"the next layer is not patched: {other}"
     if own := why["attention_out"] or why["mlp"]:
         return own
-    if other := layers.refusal(following, how, "attention_in", sharded):
+    if other := layers.refusal(following, how, "attention_in", shards):
         return f"in the next layer, {other}"
     if type(following).__name__.startswith("FSDP"):
         return "FSDP shards the next layer separately"
-    return whole_stack.refusal(layer, following.input_layernorm, sharded)
+    return whole_stack.refusal(layer, following.input_layernorm, shards)
 
 
 def _layer(
-    layer: Any, owner: Any, sharded: bool, keeps: bool, parts: frozenset[str], following: Any = None
+    layer: Any, owner: Any, shards: bool, keeps: bool, parts: frozenset[str], following: Any = None
 ) -> list[PatchedPart]:
     versions.expect("transformers")
     if not family(layer, "DecoderLayer"):
@@ -234,8 +242,8 @@ def _layer(
     if foreign := layers.foreign(layer):
         return [_row(layer, "all", "", foreign)]
     how = layers.settings(layer, owner, parts, keeps)
-    why = {part: layers.refusal(layer, how, part, sharded) for part in layers.PARTS}
-    no_next = "" if following is None else _no_next_norm(layer, following, why, how, sharded)
+    why = {part: layers.refusal(layer, how, part, shards) for part in layers.PARTS}
+    no_next = "" if following is None else _no_next_norm(layer, following, why, how, shards)
     if following is not None and not no_next:
         how = how._replace(next_norm=following.input_layernorm)
     _attach(layer, layers.layer_forward, how)
@@ -255,7 +263,7 @@ def _layer(
     ] + [_row(layer, "next layer's norm, without its row scaling", after, no_next)] * (following is not None)
 
 
-def _causal(model: Any, sharded: bool, on: bool) -> list[PatchedPart]:
+def _causal(model: Any, shards: bool, on: bool) -> list[PatchedPart]:
     versions.expect("transformers")
     original = code(model, "ForCausalLM")
     if original is None:
@@ -267,7 +275,7 @@ def _causal(model: Any, sharded: bool, on: bool) -> list[PatchedPart]:
     else:
         originals = original, causal.loss_code()
         replaced = next((why for each in originals if (why := each.replaced())), "")
-        why = replaced or causal.loss_refusal(model, sharded)
+        why = replaced or causal.loss_refusal(model, shards)
         _attach(model, partial(causal.causal_forward, originals=originals))
     return [_row(model, "loss in training, without logits", "summed_loss", why)]
 

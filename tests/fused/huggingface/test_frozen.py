@@ -141,6 +141,23 @@ def test_a_change_inside_that_pytorch_notices_is_refused(change: Callable[[Any],
     logits(model)
 
 
+def test_a_sharded_model_keeps_no_copies(reordered: list[str]) -> None:
+    distributed: Any = torch.distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = small_models.model("Llama")
+    fused.patch(model)
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    try:
+        whole = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        with fused.frozen(whole), torch.no_grad():
+            for _ in range(2):
+                whole(tokens(), use_cache=False)
+    finally:
+        distributed.destroy_process_group()
+    assert len(reordered) == 8
+
+
 @pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.2-1B", torch.nn.Linear])
 @pytest.mark.parametrize("call", [fused.patch, fused.unpatch], ids=["patch", "unpatch"])
 def test_what_is_no_module_is_refused(call: Callable[[Any], Any], model: Any) -> None:

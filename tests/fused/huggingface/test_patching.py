@@ -389,6 +389,10 @@ def test_a_patched_model_is_exported_with_its_operators(strict: bool) -> None:
     with torch.no_grad():
         exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=strict)
         assert loss_of(exported.module()(ids, use_cache=False).logits, expected) < 1e-5
+        shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=64)}, "use_cache": None}
+        given = ((ids,), {"use_cache": False})
+        anyhow = torch.export.export(model, *given, dynamic_shapes=shapes, strict=strict).module()
+        assert anyhow(ids[:, :5], use_cache=False).logits.shape[1] == 5
     assert sum("coda_agent" in str(node.target) for node in exported.graph.nodes) == 4
 
 
