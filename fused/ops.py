@@ -175,7 +175,7 @@ class Op:
         device = inputs[self.tensors[0]].device
         whole = {n: v if isinstance(v, Tensor) else torch.tensor(v, device=device) for n, v in inputs.items()}
         with torch.autocast(device.type, enabled=False):  # autocast would round the accumulators
-            made = interpret(program, whole, sizes=dims, wide=wide)
+            made = interpret(program, whole, sizes=dims, wide=torch.float32 if wide else None)
         taken = {t.untyped_storage().data_ptr() for t in whole.values()}
         found = []
         for tensor in (made[n].contiguous() for n in self.outputs):

@@ -71,16 +71,16 @@ def interpret(
     watch: Watch | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
     *,
-    wide: bool = False,
+    wide: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run a checked program on tensors of its inputs' shapes and dtypes. Return the outputs in their declared
-    dtypes. ``wide``: inputs declared as 16-bit are given in fp32, nothing is rounded, and all outputs are
-    fp32.
+    dtypes. ``wide``: fp32 or fp64; then all arithmetic is in this dtype, no value is rounded to a narrower
+    one, and outputs have this dtype.
 
-    Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` is called with the node, the
-    arguments and the value of each computed operation or size. The interpreter continues with the value that
-    ``watch`` returns. ``sizes`` gives the dims that no shape determines. Raises ValueError if shapes do not
-    fit.
+    Otherwise arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` is called with the
+    node, the arguments and the value of each computed operation or size. The interpreter continues with the
+    value that ``watch`` returns. ``sizes`` gives the dims that no shape determines. Raises ValueError if
+    shapes do not fit.
     """
     run = _Run(program, inputs, watch, sizes, wide)
     run.finish(-1)
@@ -100,9 +100,12 @@ class _Run:
         inputs: Mapping[str, torch.Tensor],
         watch: Watch | None,
         sizes: Mapping[str, int],
-        wide: bool = False,
+        wide: torch.dtype | None = None,
     ):
+        import torch
+
         self.nodes, self.steps, self.watch, self.wide = program.nodes, cut(program), watch, wide
+        self.arithmetic = wide or torch.float32
         self.types = self.steps.types
         self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()}, sizes)
         self.device = next(iter(inputs.values())).device
@@ -117,12 +120,12 @@ class _Run:
         import torch
 
         if node.op == "input":
-            return self.memory[index].float()
+            return self.memory[index].to(self.arithmetic)
         if node.op == "constant":
-            return torch.tensor(node.attribute, dtype=torch.float32, device=self.device)
+            return torch.tensor(node.attribute, dtype=self.arithmetic, device=self.device)
         if node.op == "dim":
             extent = Dim.parse(str(node.attribute))(self.sizes)
-            return self.seen(index, [], torch.tensor(extent, dtype=torch.float32, device=self.device))
+            return self.seen(index, [], torch.tensor(extent, dtype=self.arithmetic, device=self.device))
         return self.compute(index, self.scalars)
 
     def compute(self, index: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -153,17 +156,17 @@ class _Run:
         return value.repeat(1, columns(self.sizes) // width)
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        dtype = "fp32" if self.wide else self.steps.dtypes.get(index, "fp32")
-        self.memory[index] = rounded(value, dtype)
+        dtype = self.steps.dtypes.get(index, "fp32")
+        self.memory[index] = value.to(self.wide) if self.wide else rounded(value, dtype)
 
     def epilogue(self, step: GemmStep) -> None:
         """Compute one GEMM and its epilogue. Values are rounded only when they are stored."""
         values = dict(self.scalars)
         for index in step.loads:
-            values[index] = self.memory[index].float()
+            values[index] = self.memory[index].to(self.arithmetic)
         for index in (*step.vectors, *step.repeats):
             source = self.nodes[index].args[0]
-            values[index] = self.compute(index, {source: self.memory[source].float()})
+            values[index] = self.compute(index, {source: self.memory[source].to(self.arithmetic)})
         for index in step.sweep:
             self.ride(index, values)
         for index in step.statistics:
@@ -174,7 +177,7 @@ class _Run:
             self.write(index, values[index])
         for index in step.reductions:
             tile, *others = self.nodes[index].args
-            known = {tile: values[tile]} | {i: self.memory[i].float() for i in others}
+            known = {tile: values[tile]} | {i: self.memory[i].to(self.arithmetic) for i in others}
             self.reduced[index] = self.compute(index, known)
 
     def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
@@ -204,13 +207,14 @@ class _Run:
 
     def operand(self, index: int) -> torch.Tensor:
         node = self.nodes[index]
-        return self.memory[node.args[0]].float().mT if node.op == "transpose" else self.memory[index].float()
+        stored = self.memory[node.args[0] if node.op == "transpose" else index].to(self.arithmetic)
+        return stored.mT if node.op == "transpose" else stored
 
     def finish(self, stage: int) -> None:
         """Compute the vectors that are stored after step ``stage`` (before all steps if ``stage`` is -1)."""
         wanted = self.steps.finishes.get(stage, ())
         values = self.scalars | self.reduced
-        values |= {i: t.float() for i, t in self.memory.items() if self.types[i].kind == "vector"}
+        values |= {i: t.to(self.arithmetic) for i, t in self.memory.items() if self.types[i].kind == "vector"}
         for index, node in enumerate(self.nodes[: max(wanted, default=-1) + 1]):
             known = index in values or self.types[index].kind != "vector"
             if not known and all(a in values for a in node.args):

@@ -440,4 +440,50 @@ EXCHANGED = (
         wrong("act"),
     ),
 )
-CHEATS = (*NOTHING_DONE, *PARTS_LEFT_OUT, *APPROXIMATIONS, *FACTORS, *ROUNDED, *EXCHANGED)
+HIDDEN_BY_ROUNDING = (  # formulas whose error is far below the last bit of 16 bits
+    CHAIN.cheat(
+        "factor before a second matmul",
+        "The operand's rounding hides 1.0001.",
+        {"hg = h * per_column(gamma)": "hg = h * per_column(gamma) * 1.0001"},
+        wrong("z"),
+    ),
+    CHAIN.cheat(
+        "mean of other columns",
+        "Divides by a few columns too many.",
+        {"/ h.columns + eps": "/ (h.columns * 1.0001) + eps"},
+        wrong("rstd"),
+    ),
+    SWIGLU.cheat(
+        "slope of the gate", "", {"silu(gate) * up": "(silu(gate) + 0.00005 * gate) * up"}, wrong("act")
+    ),
+    SWIGLU.cheat(
+        "sharper sigmoid", "", {"silu(gate) * up": "gate * sigmoid(1.0001 * gate) * up"}, wrong("act")
+    ),
+    GELU.cheat("leak", "", {"gelu(z)": "gelu(z) + 0.0001 * minimum(z, 0)"}, wrong("act")),
+    GELU.cheat("offset", "", {"gelu(z)": "gelu(z) + 0.00003"}, wrong("act")),
+    CROSS_ENTROPY_BACKWARD.cheat(
+        "temperature", "", {"exp(z - per_row(lse))": "exp(1.00003 * (z - per_row(lse)))"}, wrong("dlogits")
+    ),
+    QK_NORM.cheat(
+        "rotated a little too far",
+        "",
+        {"rope(join(even, odd), positions": "rope(join(even, odd), positions * 1.00001"},
+        wrong("q"),
+    ),
+    RMSNORM.cheat(
+        "rstd a little small", "", {"rsqrt(mean + eps)": "rsqrt(mean * 1.00003 + eps)"}, wrong("rstd")
+    ),
+    LAYERNORM.cheat(
+        "biased variance", "", {"h.columns - mean * mean": "h.columns - 1.0001 * mean * mean"}, wrong("rstd")
+    ),
+    ACCUMULATE.cheat("product a little large", "", {"dw + t": "dw + 1.00003 * t"}, wrong("dw_new")),
+)
+CHEATS = (
+    *NOTHING_DONE,
+    *PARTS_LEFT_OUT,
+    *APPROXIMATIONS,
+    *FACTORS,
+    *ROUNDED,
+    *EXCHANGED,
+    *HIDDEN_BY_ROUNDING,
+)

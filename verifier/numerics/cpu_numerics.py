@@ -5,6 +5,9 @@ Each run is judged twice: with outputs stored as a kernel stores them, and with 
 second judgement detects formulas that are almost right, such as another GELU formula or a piecewise sigmoid.
 Rounding to 16 bits would hide the errors of such formulas. The second judgement also gives small values as
 much weight as large ones, so it detects a wrong tail of an activation.
+
+Where no extent is long, the program also runs in fp64 without any rounding. Then only its formulas differ
+from the reference's, so that even a slope of 0.9999 or another GELU formula behind a second matmul shows.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from random import Random
 from typing import NamedTuple
+
+import torch
 
 from coda_agent.primitives.lang.assign_steps import untransposed
 from coda_agent.primitives.lang.interpret import Watch, interpret, saturated
@@ -40,6 +45,9 @@ STORED = "as stored"
 # number of draws of each stretched family; one draw is not enough, because the scales of two inputs may
 # cancel
 REPEATS = 6
+# An output's error in fp64, as a share of its RMS, may not exceed this. Approximations that are as exact as
+# fp32 are below 1e-6. The tanh form of GELU in place of its erf form gives 2e-4.
+FORMULA = 1e-5
 FEW_DIMS = 48  # largest extent in most runs of stretched families; most mistakes show at any size
 
 
@@ -136,7 +144,21 @@ class Comparison(NamedTuple):
         family, long = self.run.family, self.run.long
         wide = error_gate.unrounded(self.spec), unrounded(program)
         yield STORED, self._judged(self.spec, program, of_stored(family, long), watch)
-        yield "not rounded", self._judged(*wide, of_unrounded(family, long), watch)
+        errors, formulas = self._judged(*wide, of_unrounded(family, long), watch), self.formulas(program)
+        yield "not rounded", [error_gate.with_formula(error, formulas.get(error.name)) for error in errors]
+
+    def formulas(self, program: Program) -> dict[str, float]:
+        """The errors of the program's formulas, where they are too large: for each output, the RMS error of
+        the program in fp64, as a share of the truth's RMS."""
+        if self.run.long:
+            return {}
+        made = interpret(program, self.inputs, sizes=self.run.sizes, wide=torch.float64)
+        shares = {}
+        for name, output in self.spec.outputs.items():
+            finite = self.truth[name].isfinite()
+            truth, value = self.truth[name][finite], saturated(made[name], output.dtype)[finite]
+            shares[name] = float((value - truth).norm() / truth.norm().clamp_min(2.0**-900))
+        return {name: share for name, share in shares.items() if not share <= FORMULA}
 
     def passes(self, program: Program, watch: Watch) -> bool:
         """Whether all outputs of the program pass the error gate. ``watch``: a callback for the

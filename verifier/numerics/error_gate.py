@@ -136,6 +136,18 @@ def counted(errors: Iterable[OutputError], got: Tensors, unjudged: Mapping[str, 
     return [error for error in errors if not excused(error.name)]
 
 
+def with_formula(error: OutputError, share: float | None) -> OutputError:
+    """The result for an output, which fails if its formula is wrong. ``share``: the error of the program in
+    fp64, as a share of the truth's RMS, if it is too large."""
+    if share is None or not error.passed:
+        return error
+    reason = (
+        f"output {error.name!r}: computed in fp64, without any rounding, it is still off by {share:.2g} of "
+        "its RMS; it has another formula than the reference"
+    )
+    return error.model_copy(update={"passed": False, "reason": reason})
+
+
 def _judge(
     spec: Spec, name: str, got: Tensor, truth: Tensor, yard: Tensor, limits: ErrorLimits, exact: bool
 ) -> OutputError:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coda_agent.verifier.numerics.error_gate import LOST
-from coda_agent.verifier.numerics.reference import Tensors, cast, run
+from coda_agent.verifier.numerics.reference import MISTAKES, Tensors, cast, run
 from coda_agent.verifier.numerics.values import Sizes
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec
@@ -27,13 +27,17 @@ CHANGE = 2.0**-24  # relative change of the stored values
 NARROWER = 2.0**-20
 
 
+class NoGradient(Exception):
+    """A forward cannot be differentiated with respect to the inputs whose gradients a backward computes."""
+
+
 def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dict[str, float]:
     """Return the names of a backward's gradients that differ from autograd's gradients. The value of a name
     is the RMS of the difference, divided by the RMS of autograd's gradient.
 
-    The result is empty for a spec without a forward. ``beyond``: whether the inputs are beyond the typical
-    ones. For such inputs, a gradient is left out if it depends too much on the last bits of the stored
-    tensors (compare ``error_gate.undefined``).
+    The result is empty for a spec without a forward. Raises NoGradient. ``beyond``: whether the inputs are
+    beyond the typical ones. For such inputs, a gradient is left out if it depends too much on the last bits
+    of the stored tensors (compare ``error_gate.undefined``).
     """
     if spec.before is None:
         return {}
@@ -76,18 +80,35 @@ def _off(found: Tensors, truth: Tensors) -> dict[str, float]:
 def _autograd(
     spec: Spec, before: Spec, leaves: Tensors, sizes: Sizes
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The true gradients, and the tensors that the forward stores."""
+    """The true gradients, and the tensors that the forward stores. Raises NoGradient."""
     known = assigned(before.reference)
     into = {name[2:]: name for name in leaves if name.startswith("d_") and name[2:] in known}
     asked = {name: leaves[name].clone().requires_grad_() for name in map(_differentiated, _gradients(spec))}
     outputs = dict.fromkeys((*before.outputs, *into), ANYTHING)
     with torch.inference_mode(False), torch.enable_grad():
         values = run(before.model_copy(update={"outputs": outputs}), {**leaves, **asked}, sizes)
+        for y, d in into.items():
+            _check_value(y, values[y], d, leaves[d])
         total = torch.stack([(values[y] * leaves[d]).sum() for y, d in into.items()]).sum()
-        found = torch.autograd.grad(total, list(asked.values()), allow_unused=True)
+        if not total.requires_grad:
+            raise NoGradient(f"{', '.join(into)} does not depend on {', '.join(asked)}")
+        try:
+            found = torch.autograd.grad(total, list(asked.values()), allow_unused=True)
+        except MISTAKES as error:
+            raise NoGradient(str(error).splitlines()[0]) from None
     by_input = dict(zip(asked, found, strict=True))
     truth = {d: _or_zeros(by_input[_differentiated(d)], leaves[_differentiated(d)]) for d in _gradients(spec)}
     return truth, {name: values[name].detach() for name in before.outputs}
+
+
+def _check_value(name: str, value: object, gradient: str, given: Tensor) -> None:
+    """Check that a value of the forward has the dtype and shape of its given gradient."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise NoGradient(f"{name} is {kind}; only a floating-point tensor has a gradient {gradient}")
+    if value.shape != given.shape:
+        shapes = f"{list(value.shape)}, and its gradient {gradient} has shape {list(given.shape)}"
+        raise NoGradient(f"{name} has shape {shapes}")
 
 
 def _backward(spec: Spec, known: Tensors, sizes: Sizes, truth: Tensors) -> dict[str, Tensor]:
@@ -113,6 +134,9 @@ def _whole(name: str, found: Tensor, known: Tensors) -> Tensor:
     if not name.endswith(PARTS):
         return found
     own = known[_differentiated(name)]
+    if own.dim() and found.shape[-1] % own.shape[-1]:
+        parts = f"{found.shape[-1]} columns of partial sums"
+        raise NoGradient(f"{name} has {parts}, no multiple of the {own.shape[-1]} of {_differentiated(name)}")
     return found.unflatten(-1, (-1, own.shape[-1])).sum(-2) if own.dim() else found.sum()
 
 

@@ -38,9 +38,9 @@ Function = Callable[..., dict[str, Tensor]]
 Product = Callable[[Tensor, Tensor], Tensor]  # the matmul of two rounded operands, in fp32
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
-# A reference can raise any exception. Every exception, including a failed assertion, counts as a fault of the
-# reference.
-MISTAKES = Exception
+# A reference can raise any exception. Every exception, including a failed assertion and sys.exit, counts as a
+# fault of the reference.
+MISTAKES = (Exception, SystemExit)
 
 
 class RowDim(NamedTuple):
@@ -230,7 +230,7 @@ def _tensor_shapes(spec: Spec, sizes: Sizes) -> list[torch.Size]:
         for name, t in spec.inputs.items()
     }
     recorder = _Shapes()
-    with suppress(MISTAKES), recorder:
+    with suppress(*MISTAKES), recorder:
         run(spec, {name: cast(t, torch.float32) for name, t in inputs.items()}, sizes)
     return recorder.shapes
 

@@ -45,7 +45,11 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
         raise _with_multiple(spec, error) from None
     if odd and (failed := _failure(spec, dict.fromkeys(spec.dims, 1))):
         raise _with_multiple(spec, failed)
-    for name, share in gradients.wrong(spec, drawn, sizes).items():
+    try:
+        off = gradients.wrong(spec, drawn, sizes)
+    except gradients.NoGradient as error:
+        raise BadReference(f"forward: {error}", key="forward") from None
+    for name, share in off.items():
         raise BadReference(f"{name} is not the gradient of forward: off by {share:.2g} of its RMS")
     try:
         _check_timed(spec, inputs, sizes)
@@ -165,7 +169,7 @@ class _Untriable(BadReference):
     """The text cannot be tried, because PyTorch lacks one of its operations on this device."""
 
 
-def _is_missing_operation(error: Exception) -> bool:
+def _is_missing_operation(error: BaseException) -> bool:
     """Whether the error says that PyTorch lacks an operation. On some processors, PyTorch's scaled fp8
     matmuls say so by a failed assertion."""
     return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)

@@ -43,6 +43,7 @@ def main() -> NoReturn:
 
 def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
     """Check and trace a source; return ``{"program": text, "lines": [...]}`` or ``{"error": {...}}``."""
+    source = source.removeprefix("\ufeff")  # the byte-order mark that some editors write
     try:
         language.check(source, primitives.__all__)
         program, lines = trace_lines(source, Signature.from_json(signature))

@@ -336,10 +336,15 @@ def _check_forward(spec: Declared, forward: ForwardSpec) -> None:
     if not any(n.startswith("d_") and n[2:] in stored for n in floats):
         message = "no input is the gradient of a value that forward assigns; name such an input d_VALUE"
         raise fault(message, place)
-    for name in spec.outputs:
-        if not (name.startswith("d_") and name[2:].removesuffix(PARTS) in floats):
+    for name, output in spec.outputs.items():
+        of = name[2:].removesuffix(PARTS)
+        if not (name.startswith("d_") and of in floats):
             message = f"output {name!r} is not the gradient of a drawn float input; name it d_ and the input"
             raise fault(message, "outputs", name)
+        if not name.endswith(PARTS) and output.shape != read[of].shape:
+            shape, whole = (f"[{', '.join(map(str, t.shape))}]" for t in (output, read[of]))
+            message = f"output {name} has shape {shape}, and {of} has shape {whole}: give both the same shape"
+            raise fault(f"{message}, or name partial sums {name}{PARTS}", "outputs", name)
 
 
 def assigned(text: str) -> set[str]:

@@ -108,6 +108,13 @@ def test_an_honest_kernel_gives_the_program_that_tracing_it_here_gives() -> None
     print(f"jailed trace: median {sorted(seconds)[4] * 1e3:.0f} ms, best {min(seconds) * 1e3:.0f} ms")
 
 
+@pytest.mark.parametrize("source", ["\ufeff" + HONEST, HONEST.replace("\n", "\r\n")], ids=["mark", "crlf"])
+def test_a_byte_order_mark_and_other_line_ends_change_nothing(source: str) -> None:
+    result = jail.trace(source, SIGNATURE)
+    assert isinstance(result, Traced)
+    assert result.program == trace_source(HONEST, SIGNATURE)
+
+
 def test_every_layer_is_in_force_and_named() -> None:
     result = jail.trace(HONEST, SIGNATURE)
     assert isinstance(result, Traced)
