@@ -45,6 +45,7 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
         raise _with_multiple(spec, error) from None
     if odd and (failed := _failure(spec, dict.fromkeys(spec.dims, 1))):
         raise _with_multiple(spec, failed)
+    _check_indices(spec, drawn, sizes)
     try:
         off = gradients.wrong(spec, drawn, sizes)
     except gradients.NoGradient as error:
@@ -122,6 +123,25 @@ def _run(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         inputs |= _try(part, "forward", inputs, sizes) if part else {}
     _try(spec, "reference", inputs, sizes)
     return inputs
+
+
+def _check_indices(spec: Spec, drawn: Tensors, sizes: Sizes) -> None:
+    """Run the reference on the least and on the largest legal value of each integer input without a domain,
+    and raise BadReference if it fails: it then uses the input as an index."""
+    for name, tensor in spec.drawn.items():
+        if tensor.init.integers is None or not isinstance(tensor.domain, str):
+            continue
+        first, end = tensor.init.integers
+        last = end - 1 if isinstance(end, int) else f"{end} - 1"
+        limits = torch.iinfo(DTYPES[tensor.dtype])
+        for bound in tensor.bounds(sizes):
+            value = max(limits.min, min(limits.max, int(bound)))
+            try:
+                _run(spec, {**drawn, name: torch.full_like(drawn[name], value)}, sizes)
+            except BadReference as error:
+                words = f"{error.message.partition(' (tried with')[0]}, where {name} is {value}"
+                remedy = f"say which values {name} may have, as in domain: [{first}, {last}]"
+                raise BadReference(f"{words}; {remedy}", error.line, error.key) from None
 
 
 def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:

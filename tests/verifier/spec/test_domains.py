@@ -129,3 +129,19 @@ def test_integers_reach_both_ends_and_what_lies_between(tmp_path: Path) -> None:
     assert drawn["faint"].max() < 100 and drawn["loud"].min() > 999_900
     assert {0, 1_000_000} <= set(drawn["ends"].flatten().tolist())
     assert (drawn["mixed"].diff(dim=1) == 1).any() and len(drawn["mixed"].flatten().unique()) > 1500
+
+
+def test_an_index_needs_a_domain(tmp_path: Path) -> None:
+    text = (SPECS / "gemm_partial_cross_entropy.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "gemm_partial_cross_entropy.yaml"
+    path.write_text(text.replace(", domain: [0, V - 1]", ""), encoding="utf-8")
+    with pytest.raises(SpecError, match=r"out of bounds .* as in domain: \[0, V - 1\]"):
+        load(path)
+
+
+def test_an_integer_that_is_no_index_needs_none(tmp_path: Path) -> None:
+    text = (SPECS / "gemm_rope_positions.yaml").read_text(encoding="utf-8")
+    path, line = tmp_path / "gemm_rope_positions.yaml", "init: {count: 8192}, domain: [0, 1048576]"
+    assert line in text
+    path.write_text(text.replace(line, "init: {integers: [0, 8192]}"), encoding="utf-8")
+    assert load(path).inputs["positions"].domain == "finite"
