@@ -131,6 +131,7 @@ def _normed(
         with torch.no_grad():
             rstd = torch.rsqrt(x.float().square().mean(-1) + norm.eps)
             power = rstd.log2().floor().exp2()  # not above rstd, so gradients only grow
+            power = torch.where(rstd > 0, power, 1.0)  # a row with an infinity has an rstd of 0
         stream = (x.float() * power[:, None]).to(dtype)
         hg, rstd = (stream.detach() * gamma.detach()).to(dtype), rstd / power
     return {NORMED: hg, **dict(zip(names, (stream, gamma, rstd), strict=True))}

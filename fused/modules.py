@@ -89,9 +89,14 @@ class Attention(nn.Module):
         """Compute causal attention over ``norm(x)``, without the output projection. Return the result [...,
         length, heads * head_width], and ``x`` for later uses of the stream. ``cos`` and ``sin`` [..., length,
         head_width]: the cosines and the sines of the rotation's angles. In each of the two, the right half of
-        the columns equals the left half."""
+        the columns equals the left half. Raises ValueError for another width."""
         q, k, v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         _check_autocast(q)
+        if not cos.shape[-1] == sin.shape[-1] == self.head_width:
+            raise ValueError(
+                f"cos and sin have {cos.shape[-1]} and {sin.shape[-1]} columns; give them {self.head_width}, "
+                "the two halves alike"
+            )
         sizes = (len(q), len(k), len(v))
         weight = functional.packed(q, k, v, self.head_width)
         table = functional.angles(cos, sin, x.shape[:-1]).to(weight.dtype)

@@ -40,7 +40,7 @@ def infer(draft: SpecDraft) -> dict[str, Found]:
     try:
         # The outputs' shapes are not known yet. Do not try odd sizes. If a dim must be even, ``cut`` finds
         # the remedy later.
-        check_reference(spec.model_copy(update={"outputs": {}}), odd=False)
+        check_reference(spec.model_copy(update={"outputs": {}}), strict=False)
     except BadReference as error:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
     first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))

@@ -12,24 +12,27 @@ from torch.nn import functional as nn_f
 from coda_agent.fused import functional, loss
 from coda_agent.fused.functional import matmul_dtype
 from coda_agent.fused.huggingface.family import Code, code_of
-from coda_agent.fused.huggingface.layers import PLAIN_WEIGHTS, norm_of, not_plain, unfit
+from coda_agent.fused.huggingface.layers import PLAIN_WEIGHTS, norm_of, not_plain, noted, unfit
 from coda_agent.fused.pointwise.norm import rms_norm
 
 LOSSES = "transformers.loss.loss_utils"
+INPUTS = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache")
 
 
 def norm_forward(module: Any, usual: Callable[..., Any], x: Tensor, *, centered: bool, original: Code) -> Any:
     """The forward of a model's last norm. ``original``: the code of the norm's class."""
     weight = module.weight
-    other = type(weight) not in PLAIN_WEIGHTS or x.dtype != weight.dtype or original.replaced()
-    if other or unfit(x, [weight]):
+    other = type(weight) not in PLAIN_WEIGHTS or x.dtype != weight.dtype or "_norm" in vars(module)
+    if other or noted(original.replaced(module)) or unfit(x, [weight]):
         return usual(x)
     return rms_norm(x, *norm_of(module, centered))
 
 
 def loss_refusal(model: Any, sharded: bool = False) -> str:
     """Say why a causal model's loss cannot be fused; return "" if it can."""
-    head = model.lm_head
+    head = getattr(model, "lm_head", None)
+    if head is None:
+        return "there is no lm_head"
     if why := not_plain(head, sharded):
         return f"lm_head {why}"
     if head.bias is not None:
@@ -43,9 +46,12 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
     return ""
 
 
-def loss_code() -> Code:
-    """The functions of transformers that compute a causal model's loss."""
-    return code_of(LOSSES, "ForCausalLMLoss", "fixed_cross_entropy")
+def loss_code(model: Any) -> tuple[Code, ...]:
+    """The functions that compute a causal model's loss from the stream."""
+    return (
+        code_of(LOSSES, "ForCausalLMLoss", "fixed_cross_entropy"),
+        code_of("torch.nn.functional", "cross_entropy", "linear"),
+    )
 
 
 def causal_forward(
@@ -61,16 +67,21 @@ def causal_forward(
         or isinstance(keeps, Tensor)
         or keeps != 0
         or kwargs.get("ignore_index", loss.IGNORED) != loss.IGNORED
-        or any(code.replaced() for code in originals)
+        or noted(originals[0].replaced(model))
+        or any(noted(code.replaced()) for code in originals[1:])
         or loss_refusal(model)
         or unfit(model.lm_head.weight, [model.lm_head.weight])
     )
     if usually:
         return usual(*args, **kwargs)
-    own = {n: kwargs.pop(n, None) for n in ("labels", "logits_to_keep", "shift_labels", "num_items_in_batch")}
-    asked = kwargs.pop("return_dict", None)
-    found = model.model(*args, **kwargs)
-    total = _loss(found.last_hidden_state, model.lm_head.weight, **own)
+    labels, asked = kwargs.pop("labels"), kwargs.pop("return_dict", None)
+    kwargs.pop("logits_to_keep", None)
+    inputs = dict(zip(("input_ids",), args, strict=False))
+    # as the model's own forward does, whatever hooks read
+    inputs |= {name: kwargs.pop(name, inputs.get(name)) for name in INPUTS}
+    found = model.model(**inputs, **kwargs)
+    items = kwargs.get("num_items_in_batch")
+    total = _loss(found.last_hidden_state, model.lm_head.weight, labels, kwargs.get("shift_labels"), items)
     code = sys.modules["transformers.modeling_outputs"]
     made = code.CausalLMOutputWithPast(
         loss=total, cache=found.cache, hidden_states=found.hidden_states, attentions=found.attentions
@@ -78,9 +89,7 @@ def causal_forward(
     return made if (model.config.return_dict if asked is None else asked) else made.to_tuple()
 
 
-def _loss(
-    h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any, **_: Any
-) -> Tensor:
+def _loss(h: Tensor, weight: Tensor, labels: Tensor, shift_labels: Any, num_items_in_batch: Any) -> Tensor:
     """The sum of all tokens' losses, divided by ``num_items_in_batch``. If ``num_items_in_batch`` is None,
     the divisor is the number of tokens that have a target."""
     target = shift_labels

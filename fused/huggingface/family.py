@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,21 +18,28 @@ from torch import nn
 from coda_agent.fused.huggingface.stack import hooked
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
-WINDOWED = ("mistral", "qwen2", "qwen3")  # their attention modules pass a sliding window to attention
+# The families that pass a sliding window to attention, and where their attention modules read it.
+WINDOWS = {"mistral": "config", "qwen2": "attention", "qwen3": "attention"}
+REPLACED = "other code replaced"
 # The methods of a family's classes for which fused parts stand. Gemma's norm has a ``_norm``.
 METHODS = ("forward", "_norm")
 
 
 def _classes(module: nn.Module, suffix: str) -> Iterator[tuple[type, bool]]:
     """Yield each family's class whose name ends in ``suffix``, such as LlamaDecoderLayer, from which a
-    module's class descends, and whether it is the module's class. Wrappers of FSDP do not count."""
+    module's class descends, and whether it is the module's class."""
     exact = True
-    for cls in type(module).__mro__:
-        if cls.__module__.startswith("torch.distributed") or cls.__name__.startswith("FSDP"):
-            continue
+    for cls in _bases(module):
         if (name := _family(cls)) and cls.__name__.lower() == name + suffix.lower():
             yield cls, exact
         exact = False
+
+
+def _bases(module: nn.Module) -> Iterator[type]:
+    """A module's class and its base classes, without the classes that FSDP puts before them."""
+    for cls in type(module).__mro__:
+        if not cls.__module__.startswith("torch.distributed") and not cls.__name__.startswith("FSDP"):
+            yield cls
 
 
 def _family(cls: type) -> str:
@@ -61,12 +69,15 @@ class Code(NamedTuple):
     holder: type | str  # the class, or the module's name
     functions: tuple[tuple[str, Callable[..., Any] | None], ...]
 
-    def replaced(self) -> str:
-        """Say which function other code has replaced; return "" if they all are the original ones."""
+    def replaced(self, module: nn.Module | None = None) -> str:
+        """Say which function other code has replaced; return "" if they all are the original ones.
+        ``module``: an instance of the class, which may have got another class since."""
         holder: Any = sys.modules[self.holder] if isinstance(self.holder, str) else self.holder
+        if module is not None and next(_bases(module)) is not holder:
+            return f"its class is now {kind(module)}"
         for name, function in self.functions:
             if function is None or getattr(holder, name) is not function:
-                return f"other code replaced {holder.__name__.rpartition('.')[2]}.{name}"
+                return f"{REPLACED} {holder.__name__.rpartition('.')[2]}.{name}"
         return ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,7 +96,9 @@ def code_of(holder: type | str, *names: str) -> Code:
 
 def _original(function: Any, module: Any, name: str) -> bool:
     """Whether a function is the one that the module's file defines under this name. Decorators of the
-    module's own package may wrap it."""
+    module's own package may wrap it. A function in C is one that its module names as its own."""
+    if isinstance(function, BuiltinFunctionType):
+        return function.__name__ == name
     package = sys.modules[module.__name__.partition(".")[0]] if module else None
     file = getattr(package, "__file__", None)
     while True:
@@ -114,6 +127,12 @@ def changed(module: nn.Module, original: Code | None) -> str:
     return f"is changed: {why}" if (why := original.replaced()) else ""
 
 
+def check_module(model: object) -> None:
+    """Raise TypeError if a model is no module, but its name or its class, for example."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, such as a Hugging Face model, not {model!r:.100}")
+
+
 def sharded(model: nn.Module) -> bool:
     """Whether FSDP shards weights of a model, by either of PyTorch's two implementations."""
     wrappers = ("FSDP", "FullyShardedDataParallel")
@@ -126,7 +145,7 @@ def kind(module: nn.Module) -> str:
 
 def own_forward(module: nn.Module) -> bool:
     """Whether an instance has another forward than its class, for example from a hook of accelerate."""
-    return "forward" in vars(module)
+    return any(name in vars(module) for name in METHODS)
 
 
 class Owner:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from coda_agent.fused.huggingface.family import sharded
+from coda_agent.fused.huggingface.family import check_module, sharded
 
 
 class _Copy(NamedTuple):
@@ -35,6 +35,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
     a change of weights, if PyTorch noticed the change. A CUDA graph that was captured inside reads the
     copies: replay it only inside.
     """
+    check_module(model)
     added = [] if sharded(model) else [module for module in model.modules() if module not in _copies]
     _copies.update({module: {} for module in added})
     try:

@@ -25,7 +25,8 @@ from coda_agent.fused.chains import Begun, remade
 from coda_agent.fused.functional import GRAIN, matmul_dtype
 from coda_agent.fused.huggingface import stack
 from coda_agent.fused.huggingface.family import (
-    WINDOWED,
+    REPLACED,
+    WINDOWS,
     Code,
     Owner,
     changed,
@@ -40,13 +41,14 @@ from coda_agent.fused.huggingface.frozen import copy_of, is_frozen
 from coda_agent.fused.pointwise.heads import heads
 from coda_agent.primitives.target import TARGET
 
-ACTIVATIONS = {
-    "SiLU": "swiglu",
-    "SiLUActivation": "swiglu",
-    "GELUTanh": "geglu",
-    "PytorchGELUTanh": "geglu",
-    "NewGELUActivation": "geglu",
+ACTIVATIONS = {  # by Python module and class
+    "torch.nn.modules.activation.SiLU": "swiglu",
+    "transformers.activations.SiLUActivation": "swiglu",
+    "transformers.activations.GELUTanh": "geglu",
+    "transformers.activations.PytorchGELUTanh": "geglu",
+    "transformers.activations.NewGELUActivation": "geglu",
 }
+FUNCTIONS = ("silu", "gelu", "linear")  # of torch.nn.functional, for which fused parts stand
 PLAIN_WEIGHTS = (nn.Parameter, Tensor, FakeTensor, FunctionalTensor)  # the last two while torch.export traces
 PARTS = {
     "attention_in": ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -55,6 +57,7 @@ PARTS = {
 }
 OFF = "switched off in the call of patch"
 LINEAR = code_of(nn.Linear, "forward")
+PLAIN_FUNCTIONS = code_of("torch.nn.functional", *FUNCTIONS)
 
 
 class OriginalCode(NamedTuple):
@@ -64,7 +67,7 @@ class OriginalCode(NamedTuple):
     attention: Code | None
     norm: Code | None
     mlp: Code | None
-    activation: Code
+    activation: Code | None
     model: Code | None  # of the model that owns the layer
     rotary: Code | None  # of the owner's module that computes cosines and sines
     rotation: Code
@@ -73,17 +76,17 @@ class OriginalCode(NamedTuple):
 class Settings(NamedTuple):
     """How to compute a layer. ``parts``: the parts that may be fused. ``centered``: norms multiply by 1 +
     weight. ``rotates``: the matmul's epilogue rotates queries and keys, if they have no bias. ``keeps``: keep
-    reordered weights from a forward to its backward. ``windows``: the family passes a sliding window to
-    attention. ``module``: the name of the family's Python module. ``owner``: the model that has the layer.
-    ``next_norm``: the next layer's first norm, if this layer also computes that norm, without the row
-    scaling; otherwise None."""
+    reordered weights from a forward to its backward. ``window``: what holds the sliding window that the
+    family passes to attention, or "". ``module``: the name of the family's Python module. ``owner``: the
+    model that has the layer. ``next_norm``: the next layer's first norm, if this layer also computes that
+    norm, without the row scaling; otherwise None."""
 
     parts: frozenset[str]
     activation: str
     centered: bool
     rotates: bool
     keeps: bool
-    windows: bool
+    window: str
     module: str
     original: OriginalCode
     owner: Owner
@@ -92,21 +95,22 @@ class Settings(NamedTuple):
 
 def settings(layer: Any, owner: Any, parts: frozenset[str], keeps: bool = False) -> Settings:
     name = family(layer, "DecoderLayer")
-    attention, activation = layer.self_attn, getattr(layer.mlp, "act_fn", layer.mlp)
+    attention, activation = layer.self_attn, type(getattr(layer.mlp, "act_fn", None))
+    kernel = ACTIVATIONS.get(f"{activation.__module__}.{activation.__qualname__}", "")
     return Settings(
         parts=parts,
-        activation=ACTIVATIONS.get(type(activation).__name__, ""),
+        activation=kernel,
         centered=name == "gemma",
         rotates=not hasattr(attention, "q_norm") and functional.rotates(attention.head_dim),
         keeps=keeps,
-        windows=name in WINDOWED,
+        window=WINDOWS.get(name, ""),
         module=place(name),
         original=OriginalCode(
             layer=code(layer, "DecoderLayer"),
             attention=code(attention, "Attention"),
             norm=code(layer.input_layernorm, "RMSNorm") or code(layer.post_attention_layernorm, "RMSNorm"),
             mlp=code(layer.mlp, "MLP"),
-            activation=code_of(type(activation), "forward"),
+            activation=code_of(activation, "forward") if kernel else None,
             model=code(owner, "Model"),
             rotary=code(getattr(owner, "rotary_emb", owner), "RotaryEmbedding"),
             rotation=code_of(place(name), "apply_rotary_pos_emb", "rotate_half"),
@@ -119,13 +123,15 @@ def foreign(layer: Any) -> str:
     """Say why no part of a layer can be fused: the layer or its attention computes something else than the
     family's classes. Return "" if parts can be fused."""
     name = family(layer, "DecoderLayer")
-    attention = layer.self_attn
+    attention: Any = getattr(layer, "self_attn", None)
     if own_forward(layer):
         return "it has a forward of its own"
-    if not family(attention, "Attention"):
+    if attention is None or not family(attention, "Attention"):
         return f"self_attn is a {kind(attention)}, not {name}'s"
     if own_forward(attention):
         return "self_attn has a forward of its own"
+    if watched(attention):
+        return "self_attn has hooks"
     originals = code(layer, "DecoderLayer"), code(attention, "Attention")
     return next((why for each in originals if each and (why := each.replaced())), "")
 
@@ -172,18 +178,21 @@ def refusal(layer: Any, how: Settings, part: str, sharded: bool = False) -> str:
             why = changed(module, original.mlp if path == "mlp" else original.norm)
         if why:
             return f"{path} {why}"
-    if part == "mlp":
-        return _other_activation(layer.mlp.act_fn, how)
+    if part == "mlp" and (why := _other_activation(layer.mlp.act_fn, how)):
+        return why
+    if why := PLAIN_FUNCTIONS.replaced():
+        return why
     attention = layer.self_attn
     if part == "attention_in" and len({getattr(attention, f"{n}_proj").bias is None for n in "qkv"}) > 1:
         return "some of queries, keys and values have a bias, and some have none"
     return ""
 
 
-def _other_activation(module: nn.Module, how: Settings) -> str:
+def _other_activation(module: Any, how: Settings) -> str:
     """Say why a kernel cannot compute an MLP's activation; return "" if it can."""
-    if not how.activation:
-        return f"there is no kernel for the activation {type(module).__name__}"
+    if not how.activation or not isinstance(module, nn.Module):
+        name = getattr(module, "__name__", type(module).__name__)
+        return f"there is no kernel for the activation {name}"
     why = changed(module, how.original.activation)
     return f"mlp.act_fn {why}" if why else ""
 
@@ -192,17 +201,23 @@ def rotation_refusal(layer: Any, how: Settings) -> str:
     """Say why fused parts cannot rotate queries and keys, or normalize their heads; return "" if they can."""
     if "rotation" not in how.parts:
         return OFF
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(layer.self_attn, name, None)
-        if norm is not None and (why := changed(norm, how.original.norm)):
+    names = [name for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+    norms = [getattr(layer.self_attn, name) for name in names]
+    for name, norm in zip(names, norms, strict=True):
+        if why := changed(norm, how.original.norm):
             return f"self_attn.{name} {why}"
+    if len({norm.variance_epsilon for norm in norms}) > 1:
+        return "the norms of heads have an eps each"
     return how.original.rotation.replaced()
 
 
-def equal_halves(how: Settings) -> bool:
-    """Whether the two halves of the model's cosines are equal, and those of its sines, because the family's
-    own code computes them."""
+def equal_halves(layer: Any, how: Settings) -> bool:
+    """Whether the two halves of a layer's cosines are equal, and those of its sines, because the family's own
+    code computes them, and no hook changes them."""
     model, original = how.owner.model, how.original
+    hooks = layer._forward_pre_hooks.values()
+    if any(not getattr(hook, "__module__", "").startswith("torch.distributed") for hook in hooks):
+        return False
     if original.model is None or original.model.replaced() or own_forward(model):
         return False
     return not changed(model.rotary_emb, original.rotary)
@@ -230,6 +245,13 @@ def _warn(why: str) -> None:
     if not torch.compiler.is_compiling() and why not in _warned:
         _warned.add(why)
         warnings.warn(f"fused: PyTorch computes this, not a kernel: {why}", stacklevel=3)
+
+
+def noted(why: str) -> str:
+    """Warn if a part is not fused because other code has replaced a function; return ``why``."""
+    if REPLACED in why:
+        _warn(why)
+    return why
 
 
 def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -271,9 +293,10 @@ def _layer(
     if not why:
         last = getattr(layer.mlp, "down_proj", None), layer.self_attn.o_proj
         why = unfit(hidden_states, [part.weight for part in last if type(part) is nn.Linear])
+    if not why and watched(layer.self_attn):
+        why = "self_attn has hooks"
     if why:
         _warn(why)
-    if why or _watched(layer.self_attn):
         return usual(hidden_states, **own, **kwargs)
     return _rest(layer, how, *_attended(layer, how, hidden_states, begun, **own, **kwargs))
 
@@ -285,16 +308,19 @@ def _replaced(layer: Any, how: Settings) -> str:
     attention: Any = layer.self_attn
     if own_forward(attention) or type(attention) is not attention_code.holder:
         return f"self_attn is a changed {kind(attention)}"
-    return layer_code.replaced() or attention_code.replaced()
+    return layer_code.replaced(layer) or attention_code.replaced()
 
 
-def _watched(attention: Any) -> bool:
-    """Whether a hook reads the attention module's result, which a fused layer does not produce."""
-    forward = {**attention._forward_hooks, **attention._forward_pre_hooks}
-    idle = attention.config._attn_implementation != "eager"  # only eager attention returns attention weights
-    read = stack.changing(forward) if idle else forward
-    backward = attention._backward_hooks or attention._backward_pre_hooks
-    return bool(read or backward or _has_any_global_hook())
+def watched(attention: Any) -> bool:
+    """Whether a hook reads the attention module's result, which a fused layer does not produce. Transformers'
+    own hooks read it while they record attention weights."""
+    hooks = {**attention._forward_hooks, **attention._forward_pre_hooks}
+    if attention._backward_hooks or attention._backward_pre_hooks or _has_any_global_hook():
+        return True
+    if not hooks:
+        return False
+    recorded = sys.modules["transformers.utils.output_capturing"]._active_collector.get() or {}
+    return "attentions" in recorded or stack.changing(hooks)
 
 
 def norm_of(module: Any, centered: bool) -> functional.Norm:
@@ -322,7 +348,7 @@ def _attended(
     run = globals.ALL_ATTENTION_FUNCTIONS.get_interface(
         config._attn_implementation, globals.eager_attention_forward
     )
-    window = vars(attention).get("sliding_window", getattr(config, "sliding_window", None))
+    window = getattr(config if how.window == "config" else attention, "sliding_window", None)
     found, _ = run(
         attention,
         q,
@@ -331,7 +357,7 @@ def _attended(
         attention_mask,
         dropout=attention.attention_dropout if attention.training else 0.0,
         scaling=attention.scaling,
-        **({"sliding_window": window} if how.windows else {}),
+        **({"sliding_window": window} if how.window else {}),
         **kwargs,
     )
     return found.reshape(*x.shape[:-1], -1), x
@@ -345,14 +371,19 @@ def _heads(
     attention, (cos, sin) = layer.self_attn, angles
     norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
     rotated = False
-    if refusal(layer, how, "attention_in"):
+    if noted(refusal(layer, how, "attention_in")):
         normed = layer.input_layernorm(x)
         projected: Any = [part(normed) for part in _projections(layer)]
     else:
-        usual = cos.shape[-1] == attention.head_dim and not rotation_refusal(layer, how)
-        usual = usual and len({norm.variance_epsilon for norm in norms}) < 2  # ``heads`` takes one eps
+        usual = cos.shape[-1] == attention.head_dim and not noted(rotation_refusal(layer, how))
         # A cache keeps the model's own order of columns, because other code may read the cache.
-        rotated = usual and how.rotates and attention.q_proj.bias is None and not cached and equal_halves(how)
+        rotated = (
+            usual
+            and how.rotates
+            and attention.q_proj.bias is None
+            and not cached
+            and equal_halves(layer, how)
+        )
         sizes = [part.weight.shape[0] for part in _projections(layer)]
         one = usual and not rotated  # ``heads`` takes queries, keys and values in one matrix
         projected, x = _projected(
@@ -413,7 +444,7 @@ def _paired(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 def _rest(layer: Any, how: Settings, a: Tensor, x: Tensor) -> Tensor:
     """The part of the layer after attention."""
     out, mlp, dtype = layer.self_attn.o_proj, layer.mlp, matmul_dtype(x)
-    if refusal(layer, how, "mlp"):
+    if noted(refusal(layer, how, "mlp")):
         h = x + out(a)
         return h + mlp(layer.post_attention_layernorm(h))
     norm = norm_of(layer.post_attention_layernorm, how.centered)

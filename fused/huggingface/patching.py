@@ -20,6 +20,7 @@ from coda_agent.fused.huggingface import causal, layers
 from coda_agent.fused.huggingface import stack as whole_stack
 from coda_agent.fused.huggingface.family import (
     FAMILIES,
+    check_module,
     code,
     descends,
     family,
@@ -174,7 +175,7 @@ def patch(
         if descends(module, "Model")
         for layer in cast(Any, module).layers
     }
-    last = {cast(Any, module).norm for module in model.modules() if descends(module, "Model")}
+    last = {getattr(module, "norm", None) for module in model.modules() if descends(module, "Model")}
     for name, module in list(model.named_modules()):
         if module in owners or descends(module, "DecoderLayer"):
             keeps = keep_reordered and not shards
@@ -199,8 +200,7 @@ def unpatch(model: nn.Module) -> None:
     """Undo ``patch``. Modules that ``patch`` left alone do not change. A forward that other code has wrapped
     since ``patch`` stays wrapped, and computes what the unpatched module computes. Raises TypeError if
     ``model`` is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, such as a Hugging Face model, not {model!r:.100}")
+    check_module(model)
     for module in model.modules():
         if vars(module).pop(_ATTRIBUTE, None) is None:
             continue
@@ -249,7 +249,7 @@ def _layer(
     _attach(layer, layers.layer_forward, how)
     bias = getattr(layer.self_attn.q_proj, "bias", None) is not None
     turns = why["attention_in"] or layers.rotation_refusal(layer, how)
-    turned = how.rotates and not bias and not turns and layers.equal_halves(how)
+    turned = how.rotates and not bias and not turns and layers.equal_halves(layer, how)
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned} (derived)"
     after = f"{'block' if not why['attention_out'] else 'mlp'}_{how.activation}"
     after += "_next_norm" * (how.next_norm is not None) + " (derived)"
@@ -273,7 +273,7 @@ def _causal(model: Any, shards: bool, on: bool) -> list[PatchedPart]:
     elif not on:
         why = layers.OFF
     else:
-        originals = original, causal.loss_code()
+        originals = original, *causal.loss_code(model)
         replaced = next((why for each in originals if (why := each.replaced())), "")
         why = replaced or causal.loss_refusal(model, shards)
         _attach(model, partial(causal.causal_forward, originals=originals))

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from coda_agent.primitives.runtime.launchable import ALIGNMENT
 from coda_agent.verifier.numerics import gradients
-from coda_agent.verifier.numerics.reference import MISTAKES, TEXT, Tensors, cast, run, scope
+from coda_agent.verifier.numerics.inputs import draw_free
+from coda_agent.verifier.numerics.reference import (
+    MISTAKES,
+    TEXT,
+    Tensors,
+    cast,
+    finished,
+    oracle,
+    run,
+    scope,
+)
 from coda_agent.verifier.numerics.sizes import HEAD
 from coda_agent.verifier.numerics.values import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import BadReference, Spec
@@ -26,13 +36,13 @@ UNLIKE = 0.25
 TINY = 1e-3  # an RMS below this counts as this
 
 
-def check_reference(spec: Spec, *, odd: bool = True) -> None:
+def check_reference(spec: Spec, *, strict: bool = True) -> None:
     """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
 
     The reference runs in fp64. The text that the benchmark times (the baseline if there is one, else the
     reference) also runs with the inputs in their own dtypes. This second run is ignored if the machine lacks
-    an operation in those dtypes (for example ``torch.mm`` with an ``out_dtype`` on a CPU). ``odd``: also
-    refuse a reference that works only at even sizes.
+    an operation in those dtypes (for example ``torch.mm`` with an ``out_dtype`` on a CPU). ``strict``: also
+    refuse a reference that works only at even sizes, and an index without a domain.
     """
     _check_rows(spec)
     grouped = any(t.init.offsets is not None for t in spec.drawn.values())
@@ -43,9 +53,11 @@ def check_reference(spec: Spec, *, odd: bool = True) -> None:
         inputs = _run(spec, drawn, sizes)
     except BadReference as error:
         raise _with_multiple(spec, error) from None
-    if odd and (failed := _failure(spec, dict.fromkeys(spec.dims, 1))):
+    if strict and (failed := _failure(spec, dict.fromkeys(spec.dims, 1))):
         raise _with_multiple(spec, failed)
-    _check_indices(spec, drawn, sizes)
+    if strict:
+        _check_indices(spec, drawn, sizes)
+    _check_informative(spec, sizes)
     try:
         off = gradients.wrong(spec, drawn, sizes)
     except gradients.NoGradient as error:
@@ -142,6 +154,18 @@ def _check_indices(spec: Spec, drawn: Tensors, sizes: Sizes) -> None:
                 words = f"{error.message.partition(' (tried with')[0]}, where {name} is {value}"
                 remedy = f"say which values {name} may have, as in domain: [{first}, {last}]"
                 raise BadReference(f"{words}; {remedy}", error.line, error.key) from None
+
+
+def _check_informative(spec: Spec, sizes: Sizes) -> None:
+    """Raise BadReference for an output that says nothing about a program: it has no finite value, or no input
+    changes it."""
+    drawn = (draw_free(spec, sizes, seed) for seed in (1, 2))
+    first, second = (oracle(spec, finished(spec, inputs, sizes), sizes) for inputs in drawn)
+    for name, value in first.items():
+        if not value.isfinite().any():
+            raise BadReference(f"output {name!r} has no finite value, so it says nothing about a kernel")
+        if torch.equal(value.nan_to_num(), second[name].nan_to_num()):
+            raise BadReference(f"output {name!r} depends on no input, so it says nothing about a kernel")
 
 
 def _with_multiple(spec: Spec, failed: BadReference) -> BadReference:

@@ -26,7 +26,7 @@ inputs:
   a: {shape: [M, K], dtype: fp8_e4m3}
   b: {shape: [N, K], dtype: fp8_e4m3}
   scale: {shape: [], dtype: fp32}
-  target: {shape: [M], dtype: int64, init: {integers: [0, N], ignored: -100}}
+  target: {shape: [M], dtype: int64, init: {integers: [0, N], ignored: -100}, domain: [0, N - 1]}
   position: {shape: [M], dtype: int32, init: {count: 4*K}}
   series: {shape: [N], dtype: fp32, init: {geometric: [1.0, 1.0e-4]}}
   old: {shape: [M], dtype: fp32}
