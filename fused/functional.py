@@ -115,6 +115,11 @@ def feed_forward(
     return x + out if separate else out
 
 
+def _gamma(norm: Norm, dtype: torch.dtype) -> Tensor:
+    """A norm's weight, in fp32 if it has another dtype than the matrices."""
+    return norm.weight if norm.weight.dtype in (dtype, torch.float32) else norm.weight.float()
+
+
 def _normed(
     x: Tensor, norm: Norm, dtype: torch.dtype, names: tuple[str, str, str], begun_norm: Begun | None = None
 ) -> dict[str, Tensor]:
@@ -124,7 +129,7 @@ def _normed(
     In fp16, the stream times the norm's weight could leave the dtype's range, and so could gradients times
     the reciprocal RMS. So each row of the stream is multiplied by a power of two just below its reciprocal
     RMS, and this reciprocal is divided by the same power."""
-    gamma = norm.weight if norm.weight.dtype in (dtype, torch.float32) else norm.weight.float()
+    gamma = _gamma(norm, dtype)
     if dtype != torch.float16:
         stream, (hg, rstd) = x.to(dtype), begun_norm or begun(x, gamma, norm.eps, dtype)
     else:
@@ -171,8 +176,7 @@ def _shaped(made: Tensor, stream: Tensor) -> Tensor:
 
 
 def _block(a: Tensor, x: Tensor, norm: Norm, out: Tensor, up: Tensor, down: Tensor) -> dict[str, Any]:
-    gamma = norm.weight if norm.weight.dtype in (up.dtype, torch.float32) else norm.weight.float()
-    given = {"a": a.flatten(0, -2), "x": x.flatten(0, -2), "w_o": out, "gamma": gamma}
+    given = {"a": a.flatten(0, -2), "x": x.flatten(0, -2), "w_o": out, "gamma": _gamma(norm, up.dtype)}
     return given | {"w_up": up, "w_down": down, "eps": norm.eps}
 
 

@@ -46,7 +46,7 @@ def loss_refusal(model: Any, sharded: bool = False) -> str:
     return ""
 
 
-def loss_code(model: Any) -> tuple[Code, ...]:
+def loss_code() -> tuple[Code, ...]:
     """The functions that compute a causal model's loss from the stream."""
     return (
         code_of(LOSSES, "ForCausalLMLoss", "fixed_cross_entropy"),

@@ -96,7 +96,7 @@ def code_of(holder: type | str, *names: str) -> Code:
 
 def _original(function: Any, module: Any, name: str) -> bool:
     """Whether a function is the one that the module's file defines under this name. Decorators of the
-    module's own package may wrap it. A function in C is one that its module names as its own."""
+    module's own package may wrap it. A function in C has no code to look at, only a name."""
     if isinstance(function, BuiltinFunctionType):
         return function.__name__ == name
     package = sys.modules[module.__name__.partition(".")[0]] if module else None

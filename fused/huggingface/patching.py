@@ -273,7 +273,7 @@ def _causal(model: Any, shards: bool, on: bool) -> list[PatchedPart]:
     elif not on:
         why = layers.OFF
     else:
-        originals = original, *causal.loss_code(model)
+        originals = original, *causal.loss_code()
         replaced = next((why for each in originals if (why := each.replaced())), "")
         why = replaced or causal.loss_refusal(model, shards)
         _attach(model, partial(causal.causal_forward, originals=originals))
