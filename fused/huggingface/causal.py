@@ -12,7 +12,8 @@ from torch.nn import functional as nn_f
 from coda_agent.fused import functional, loss
 from coda_agent.fused.functional import matmul_dtype
 from coda_agent.fused.huggingface.family import Code, code_of
-from coda_agent.fused.huggingface.layers import PLAIN_WEIGHTS, norm_of, not_plain, noted, unfit
+from coda_agent.fused.huggingface.fit import PLAIN_WEIGHTS, not_plain, noted, unfit
+from coda_agent.fused.huggingface.layers import norm_of
 from coda_agent.fused.pointwise.norm import rms_norm
 
 LOSSES = "transformers.loss.loss_utils"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from coda_agent.fused import versions
-from coda_agent.fused.huggingface import causal, layers
+from coda_agent.fused.huggingface import causal, fit, layers
 from coda_agent.fused.huggingface import stack as whole_stack
 from coda_agent.fused.huggingface.family import (
     FAMILIES,
@@ -28,7 +28,7 @@ from coda_agent.fused.huggingface.family import (
     own_forward,
     sharded,
 )
-from coda_agent.fused.huggingface.layers import Settings
+from coda_agent.fused.huggingface.fit import Settings
 from coda_agent.primitives.system.markdown_table import markdown_table
 
 _ATTRIBUTE = "_coda_agent_patch"
@@ -222,11 +222,11 @@ def _no_next_norm(layer: Any, following: Any, why: dict[str, str], how: Settings
     it can."""
     if not family(following, "DecoderLayer"):
         return f"the next layer is a {type(following).__name__}"
-    if other := layers.foreign(following):
+    if other := fit.foreign(following):
         return f"the next layer is not patched: {other}"
     if own := why["attention_out"] or why["mlp"]:
         return own
-    if other := layers.refusal(following, how, "attention_in", shards):
+    if other := fit.refusal(following, how, "attention_in", shards):
         return f"in the next layer, {other}"
     if type(following).__name__.startswith("FSDP"):
         return "FSDP shards the next layer separately"
@@ -239,17 +239,17 @@ def _layer(
     versions.expect("transformers")
     if not family(layer, "DecoderLayer"):
         return [_row(layer, "all", "", f"it is a {kind(layer)}, not a decoder layer of transformers")]
-    if foreign := layers.foreign(layer):
+    if foreign := fit.foreign(layer):
         return [_row(layer, "all", "", foreign)]
-    how = layers.settings(layer, owner, parts, keeps)
-    why = {part: layers.refusal(layer, how, part, shards) for part in layers.PARTS}
+    how = fit.settings(layer, owner, parts, keeps)
+    why = {part: fit.refusal(layer, how, part, shards) for part in fit.PARTS}
     no_next = "" if following is None else _no_next_norm(layer, following, why, how, shards)
     if following is not None and not no_next:
         how = how._replace(next_norm=following.input_layernorm)
     _attach(layer, layers.layer_forward, how)
     bias = getattr(layer.self_attn.q_proj, "bias", None) is not None
-    turns = why["attention_in"] or layers.rotation_refusal(layer, how)
-    turned = how.rotates and not bias and not turns and layers.equal_halves(layer, how)
+    turns = why["attention_in"] or fit.rotation_refusal(layer, how)
+    turned = how.rotates and not bias and not turns and fit.equal_halves(layer, how)
     before = f"attention_in{'_bias' * bias}{'_rotated' * turned} (derived)"
     after = f"{'block' if not why['attention_out'] else 'mlp'}_{how.activation}"
     after += "_next_norm" * (how.next_norm is not None) + " (derived)"
@@ -271,7 +271,7 @@ def _causal(model: Any, shards: bool, on: bool) -> list[PatchedPart]:
     elif own_forward(model):
         why = "the model has a forward of its own"
     elif not on:
-        why = layers.OFF
+        why = fit.OFF
     else:
         originals = original, *causal.loss_code()
         replaced = next((why for each in originals if (why := each.replaced())), "")
@@ -288,7 +288,7 @@ def _last_norm(norm: Any, on: bool) -> list[PatchedPart]:
     elif own_forward(norm):
         why = "it has a forward of its own"
     elif not on:
-        why = layers.OFF
+        why = fit.OFF
     elif not (why := original.replaced()):
         centered = family(norm, "RMSNorm") == "gemma"
         _attach(norm, partial(causal.norm_forward, centered=centered, original=original))

@@ -19,14 +19,14 @@ from layer_parts import loss_of
 from small_models import FAMILIES, own_operators, tokens, trained
 
 from coda_agent import fused
-from coda_agent.fused.huggingface import layers
+from coda_agent.fused.huggingface import fit
 
 LATE = pytest.mark.parametrize("late", [False, True], ids=["before the patch", "after the patch"])
 
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_warned", set())
+    monkeypatch.setattr(fit, "_warned", set())
 
 
 def code(family: str) -> Any:

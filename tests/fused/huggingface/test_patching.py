@@ -26,7 +26,7 @@ from torch import Tensor
 
 from coda_agent import fused
 from coda_agent.fused import ops
-from coda_agent.fused.huggingface import layers
+from coda_agent.fused.huggingface import fit
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 BOTH_MODES = pytest.mark.parametrize("stack", [False, True], ids=["module-local", "whole stack"])
@@ -34,7 +34,7 @@ BOTH_MODES = pytest.mark.parametrize("stack", [False, True], ids=["module-local"
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_warned", set())
+    monkeypatch.setattr(fit, "_warned", set())
 
 
 @EVERY_FAMILY
@@ -443,7 +443,7 @@ def test_a_part_may_be_switched_off(switch: str) -> None:
     model = small_models.model("Llama")
     expected = trained(model, tokens(), use_cache=False)
     table = fused.patch(model, **{switch: False})
-    off = {row.part for row in table if row.why == layers.OFF}
+    off = {row.part for row in table if row.why == fit.OFF}
     assert off == SWITCHES[switch]
     assert off | {"attention"} == {row.part for row in table if row.runs == "PyTorch"}
     result = trained(model, tokens(), use_cache=False)
@@ -617,7 +617,7 @@ def test_biases_may_come_after_patch() -> None:
     model = small_models.model("Llama", rms_norm_eps=0.0)
     fused.patch(model)
     for layer in model.model.layers:
-        for part in layers._projections(layer):
+        for part in fit.projections(layer):
             part.bias = torch.nn.Parameter(torch.randn(len(part.weight)))
     plain = copy.deepcopy(model)
     fused.unpatch(plain)
@@ -665,7 +665,7 @@ def test_what_a_gpu_does_not_take_goes_the_models_way(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
-    assert layers.unfit(x, [x]) == why
+    assert fit.unfit(x, [x]) == why
 
 
 def test_a_stream_in_another_dtype_than_the_weights_goes_the_models_way() -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_agent import fused
 from coda_agent.fused import chains
-from coda_agent.fused.huggingface import layers, stack
+from coda_agent.fused.huggingface import fit, stack
 
 PART = "next layer's norm, without its row scaling"
 Change = Callable[[Any], object]
@@ -86,7 +86,7 @@ def test_a_stream_that_was_changed_in_place_begins_its_norm_again() -> None:
 
 
 def test_a_late_hook_is_refused_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_warned", set())
+    monkeypatch.setattr(fit, "_warned", set())
     model = small_models.model("Llama")
     fused.patch(model, stack=True)
     model.model.layers[1].input_layernorm.register_forward_hook(lambda *_: None)
