@@ -48,8 +48,8 @@ REPEATS = 6
 # An output's error in fp64, as a share of its RMS, may not exceed this. Approximations that are as exact as
 # fp32 are below 1e-6. The tanh form of GELU in place of its erf form gives 2e-4.
 FORMULA = 1e-5
-# The families in which formulas are compared: those of typical magnitudes. A series near 0, which may replace a
-# form that cancels there, is less exact in the others.
+# The families in which formulas are compared: those of typical magnitudes. A series near 0, which may replace
+# a form that cancels there, is less exact in the others.
 TYPICAL = ("normal", "positive", "outliers", "low_rank")
 FEW_DIMS = 48  # largest extent in most runs of stretched families; most mistakes show at any size
 
