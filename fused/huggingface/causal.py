@@ -77,6 +77,8 @@ def causal_forward(
         return usual(*args, **kwargs)
     labels, asked = kwargs.pop("labels"), kwargs.pop("return_dict", None)
     kwargs.pop("logits_to_keep", None)
+    if "past_key_values" in kwargs:  # the former name of ``cache``, which transformers accepts until 5.40
+        kwargs["cache"] = kwargs.pop("past_key_values")
     inputs = dict(zip(("input_ids",), args, strict=False))
     # as the model's own forward does, whatever hooks read
     inputs |= {name: kwargs.pop(name, inputs.get(name)) for name in INPUTS}
