@@ -12,7 +12,7 @@ from torch.nn import functional as nn_f
 from coda_agent.fused import functional, loss
 from coda_agent.fused.functional import matmul_dtype
 from coda_agent.fused.huggingface.family import Code, code_of
-from coda_agent.fused.huggingface.fit import PLAIN_WEIGHTS, not_plain, noted, unfit
+from coda_agent.fused.huggingface.fit import PLAIN_WEIGHTS, not_plain, noted, rename_cache, unfit
 from coda_agent.fused.huggingface.layers import norm_of
 from coda_agent.fused.pointwise.norm import rms_norm
 
@@ -77,8 +77,7 @@ def causal_forward(
         return usual(*args, **kwargs)
     labels, asked = kwargs.pop("labels"), kwargs.pop("return_dict", None)
     kwargs.pop("logits_to_keep", None)
-    if "past_key_values" in kwargs:  # the former name of ``cache``, which transformers accepts until 5.40
-        kwargs["cache"] = kwargs.pop("past_key_values")
+    rename_cache(kwargs)
     inputs = dict(zip(("input_ids",), args, strict=False))
     # as the model's own forward does, whatever hooks read
     inputs |= {name: kwargs.pop(name, inputs.get(name)) for name in INPUTS}

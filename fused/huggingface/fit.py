@@ -247,6 +247,12 @@ def noted(why: str) -> str:
     return why
 
 
+def rename_cache(arguments: dict[str, Any]) -> None:
+    """Give the argument ``past_key_values`` its new name, ``cache``. Transformers accepts both until 5.40."""
+    if "past_key_values" in arguments:
+        arguments["cache"] = arguments.pop("past_key_values")
+
+
 def replaced(layer: Any, how: Settings) -> str:
     """Say which code of the layer or of its attention was replaced after ``patch``; return "" if none was."""
     layer_code, attention_code = how.original.layer, how.original.attention

@@ -26,6 +26,7 @@ from coda_agent.fused.huggingface.fit import (
     noted,
     projections,
     refusal,
+    rename_cache,
     replaced,
     rotation_refusal,
     unfit,
@@ -38,8 +39,7 @@ from coda_agent.fused.pointwise.heads import heads
 
 def layer_forward(layer: Any, how: Settings, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward of a decoder layer. This forward respects the model's own activation checkpointing."""
-    if "past_key_values" in kwargs:  # the former name of ``cache``, which transformers accepts until 5.40
-        kwargs["cache"] = kwargs.pop("past_key_values")
+    rename_cache(kwargs)
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         if kwargs.get("cache") is not None or kwargs.get("use_cache"):
             warn("a cache has no effect under activation checkpointing")

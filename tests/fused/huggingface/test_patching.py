@@ -527,6 +527,16 @@ def test_another_loss_is_the_models(wrap: Any) -> None:
     assert max(loss_of(found[name], expected[name]) for name in expected) < 3e-6
 
 
+def test_training_takes_the_former_name_of_a_cache() -> None:
+    model = small_models.model("Llama")
+    with torch.no_grad():
+        prefix = model(tokens(), use_cache=True).cache
+    expected = trained(model, tokens(), past_key_values=copy.deepcopy(prefix))
+    fused.patch(model)
+    result = trained(model, tokens(), past_key_values=copy.deepcopy(prefix))
+    assert max(loss_of(result[name], expected[name]) for name in expected) < 3e-6
+
+
 def test_a_layer_takes_the_former_name_of_a_cache() -> None:
     model = small_models.model("Llama").eval()
     cache, x = transformers.DynamicCache(config=model.config), torch.randn(1, 4, 32)
