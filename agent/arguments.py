@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from coda_agent.agent.terminal.safe_text import echo
-from coda_agent.primitives.system.files import ROOT
+from coda_agent.primitives.system.files import ROOT, regular
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
 NO_SOURCE = {  # suffixes of files that belong to a kernel, but are not its source
@@ -113,7 +113,7 @@ def asking() -> Iterator[None]:
 def source(path: Path) -> str:
     """The text of a file that the command line names."""
     with naming_file(path):
-        return path.read_text(encoding="utf-8")
+        return regular(path).read_text(encoding="utf-8")
 
 
 def kernel_source(kernel: Path) -> str:

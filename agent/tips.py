@@ -22,7 +22,7 @@ from typing import Any
 
 from coda_agent.agent.storage import locks
 from coda_agent.primitives.errors import InvalidInput
-from coda_agent.primitives.system.files import ROOT, write_atomic
+from coda_agent.primitives.system.files import ROOT, regular, write_atomic
 
 TIPS = ROOT / "tips_log.md"
 HEADING = re.compile(r"^## (tip-\d+): (.+)$")
@@ -336,7 +336,7 @@ def _changing(path: Path) -> Iterator[None]:
 def _text(path: Path) -> str:
     """The log's text, with its line endings unchanged; "" if the file does not exist."""
     try:
-        return path.read_bytes().decode("utf-8")
+        return regular(path).read_bytes().decode("utf-8")
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:

@@ -21,7 +21,7 @@ from coda_agent.agent.run.view import RunView
 from coda_agent.agent.storage import kernel_files, quack_tunings
 from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import CodaError, InvalidInput, first_fault
-from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.files import regular, write_atomic
 from coda_agent.verifier.gates import Progress, silent
 from coda_agent.verifier.report import (
     MEASUREMENT,
@@ -275,7 +275,7 @@ def write(path: Path, content: BaseModel) -> None:
 
 def _read(path: Path, kind: type[T]) -> T:
     try:
-        content = path.read_bytes()
+        content = regular(path).read_bytes()
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror}; give a file written by bundle or measure") from None
     try:

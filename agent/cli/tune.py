@@ -16,6 +16,7 @@ from coda_agent.agent import arguments, setup
 from coda_agent.agent.cli.exit_codes import REJECTED
 from coda_agent.agent.terminal.safe_text import echo
 from coda_agent.primitives.errors import Absent, InvalidInput
+from coda_agent.primitives.system.files import regular
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +146,7 @@ def _read(path: Path) -> Program:
     from coda_agent.primitives.lang.ir import Program
 
     try:
-        return Program.from_json(path.read_text(encoding="utf-8"))
+        return Program.from_json(regular(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ProgramError) as error:
         raise InvalidInput(f"{path}: {error}") from None
 

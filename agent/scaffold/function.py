@@ -20,6 +20,7 @@ from coda_agent.agent.scaffold.special import Specialised
 from coda_agent.agent.scaffold.torch_names import Casts, Names, TorchNames, without_idle_dtypes
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.signature import VALUE_NAME
+from coda_agent.primitives.system.files import regular
 
 # A spec states shapes, so its reference needs no assert.
 DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)
@@ -109,7 +110,7 @@ def read(target: str, required: Collection[str] = ()) -> Function:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return regular(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ScaffoldError(f"{path}: no such file") from None
     except OSError as error:

@@ -21,6 +21,7 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import StepFloor, roofline
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.system.files import regular
 from coda_agent.primitives.system.markdown_table import markdown_table
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def read(path: Path, case: str | None = None) -> Export:
     """Read a CSV export of ncu. Raises InvalidInput if the file is not such an export, or if it measures a
     case other than ``case``."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = regular(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         raise InvalidInput(
             f"{path}: no such file; docs/performance.md has the command that makes one"

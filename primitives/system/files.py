@@ -68,15 +68,21 @@ def cached_json(kind: str, key: str, make: Callable[[], str]) -> Any:
     return found
 
 
+def regular(path: Path) -> Path:
+    """Return the path. Raises OSError if it is a device or a pipe, because reading it may never end, and
+    because ``write_atomic`` would replace it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "is a device or a pipe", str(path))
+    return path
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file (text as UTF-8) atomically and durably.
 
     Creates the file's directory if it is missing. If writing fails, or if the path is a device or a pipe,
     raises OSError and leaves the old contents.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.EINVAL, "is a device or a pipe, and would be replaced by a file", str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    regular(path).parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     try:
         draft.unlink(missing_ok=True)

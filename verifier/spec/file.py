@@ -22,6 +22,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from coda_agent.primitives.errors import InvalidInput
+from coda_agent.primitives.system.files import regular
 from coda_agent.verifier.spec.fields import Model
 from coda_agent.verifier.spec.model import BadReference
 
@@ -66,7 +67,7 @@ def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], Non
 
 def _text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             return file.read(4 * LARGEST + 4).decode("utf-8")
     except FileNotFoundError:
         raise SpecError(path, None, f"no such file; {_nearby(path)}") from None
