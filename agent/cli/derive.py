@@ -102,7 +102,9 @@ def derive(
         echo(line)
     if check:
         refused = _refused(made) if made else "the backward has no matmuls"
-        echo(f"refused: {refused}" if refused else "right: forward and backward agree with fp64 autograd")
+        missing = f"; not formed: {', '.join(derived.left)}" if derived.left else ""
+        right = f"right: forward and backward agree with fp64 autograd{missing}"
+        echo(f"refused: {refused}" if refused else right)
         raise typer.Exit(bool(refused))
 
 

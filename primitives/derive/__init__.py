@@ -37,13 +37,13 @@ def derive(
 
     ``sizes``: the sizes of the dims, for which the costs of plans are compared. ``wrt``: inputs whose
     gradients are wanted; by default all floating-point inputs. ``of``: outputs whose gradients the backward
-    reads as inputs; by default all outputs except head statistics and ranges of columns. ``behind``: an
-    output whose gradient the backward computes as the matmul of two inputs, ``d_next`` and ``w_next``.
-    ``save_bytes``: the most bytes per row that the forward may store for the backward, not counting the
-    forward's inputs. ``positive``: inputs that are never zero, so that the backward may divide by them.
-    ``accumulate``: inputs whose gradients the backward adds in place to fp32 buffers; the buffer for the
-    gradient of X is ``sum_X``. ``save``: outputs, or nodes such as ``node 3``, that must be stored.
-    ``recompute``: outputs or nodes that must not be stored.
+    reads as inputs; by default all outputs. No kernel reads the gradient of a head statistic, or of a range
+    of columns, so ``of`` must leave these out. ``behind``: an output whose gradient the backward computes as
+    the matmul of two inputs, ``d_next`` and ``w_next``. ``save_bytes``: the most bytes per row that the
+    forward may store for the backward, not counting the forward's inputs. ``positive``: inputs that are never
+    zero, so that the backward may divide by them. ``accumulate``: inputs whose gradients the backward adds in
+    place to fp32 buffers; the buffer for the gradient of X is ``sum_X``. ``save``: outputs, or nodes such as
+    ``node 3``, that must be stored. ``recompute``: outputs or nodes that must not be stored.
 
     If several outputs are ranges of one tile and together contain all of its columns, they count as one
     output. For example, q, k and v become ``q_k_v``. Raises ProgramError if no backward can be derived.
@@ -101,9 +101,11 @@ def _incoming(whole: Joined, of: Collection[str] | None, behind: str | None) -> 
         raise ProgramError("behind", f"{min(taken)!r} would name a tensor of the next matmul too: rename it")
     types = program.types()
     heads = {n: t for n in outputs if (t := types[program.outputs[n]]).kind in ("head", "range")}
-    for name in (*(of or ()), *([behind] if behind else [])):
+    others = ",".join(n for n in outputs if n not in heads)
+    for name in (*(heads if of is None else of), *([behind] if behind else [])):
         if name in heads:
             why = f"output {name!r} is {heads[name]}, whose gradient no kernel reads"
-            raise ProgramError("of", f"{why}: leave it out of --of")
-    chosen = tuple(n for n in outputs if n not in heads) if of is None else tuple(dict.fromkeys(of))
+            remedy = f"leave it out, with --of {others}" if others else "leave it out, with --of"
+            raise ProgramError("of", f"{why}: {remedy}")
+    chosen = tuple(outputs) if of is None else tuple(dict.fromkeys(of))
     return chosen if behind is None or behind in chosen else (*chosen, behind)

@@ -30,7 +30,7 @@ def kernel(name: str) -> Path:
         ("gemm_residual_rmsnorm_gemm", ("--of", "h,z"), 4, True),
         ("gemm_partial_cross_entropy_unstored", (), 3, False),
         ("gemm_rope", (), 2, True),
-        ("gemm_qk_norm_rope", ("--wrt", "x,w"), 2, True),
+        ("gemm_qk_norm_rope", ("--wrt", "x,w", "--of", "q"), 2, True),
     ],
 )
 def test_its_files_are_a_program_and_a_spec_that_loads(
@@ -75,7 +75,8 @@ def test_an_edited_spec_is_not_overwritten(command: Command, tmp_path: Path) -> 
         ("gemm_swiglu", ("--save", "y"), "no output or node 'y'"),
         ("gemm_swiglu", ("--behind", "down"), "no output 'down'; it has preact, act"),
         ("gemm_swiglu", ("--out", "nowhere"), "no such folder"),
-        ("gemm_qk_norm_rope", ("--of", "rstd"), "leave it out of --of"),
+        ("gemm_qk_norm_rope", (), "'rstd' is head statistic [M, H], whose gradient no kernel reads"),
+        ("gemm_qk_norm_rope", ("--of", "rstd"), "leave it out, with --of q"),
     ],
 )
 def test_bad_input_has_one_line(
