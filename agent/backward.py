@@ -55,7 +55,7 @@ def pair(
         return None
     whole = joined(program)
     of, program = None if of is None else whole.named(of), whole.program
-    spelled = _Spelled(derived.widths, spec.static)
+    spelled = _Spelled(derived.widths, spec.static, spec.only)
     made = spelled(derived.program) if derived.widths else derived.program
     signature = made.signature
     forward, head = _forward(spec, whole, derived, behind), _head(derived)
@@ -70,6 +70,7 @@ def pair(
         "inputs:",
         *_inputs(spec, signature.inputs, "  "),
         *([f"static: {json.dumps(list(signature.static))}"] if signature.static else []),
+        *([f"only: {json.dumps(dict(signature.only))}"] if signature.only else []),
         "outputs:",
         *(f"  {n}: {json.dumps(_entry(t) | _updated(signature, n))}" for n, t in signature.outputs.items()),
         "forward:",
@@ -86,11 +87,12 @@ def pair(
 
 
 class _Spelled(NamedTuple):
-    """Replace each of the backward's ``widths`` by an expression of the forward's dims. ``static`` names the
-    forward's static dims."""
+    """Replace each of the backward's ``widths`` by an expression of the forward's dims. ``static`` and
+    ``only`` are those of the forward's spec."""
 
     widths: Mapping[str, Dim]
     static: tuple[str, ...]
+    only: Mapping[str, tuple[int, ...]]
 
     def tensor(self, tensor: TensorType) -> TensorType:
         return tensor._replace(shape=tuple(map(self.dim, tensor.shape)))
@@ -106,8 +108,9 @@ class _Spelled(NamedTuple):
         names = {n for t in (*inputs.values(), *outputs.values()) for d in t.shape for n in d.names}
         dims = (*(d for d in own.dims if d not in self.widths), *sorted(names - set(own.dims)))
         static = tuple(d for d in self.static if d in names | set(own.static))
+        only = {d: sizes for d, sizes in self.only.items() if d in static}
         return program._replace(
-            signature=own._replace(inputs=inputs, outputs=outputs, dims=dims, static=static)
+            signature=own._replace(inputs=inputs, outputs=outputs, dims=dims, static=static, only=only)
         ).check()
 
 

@@ -149,7 +149,7 @@ class PlannedBackward:
         for name in self.request.accumulate:
             whole = TensorType(own.inputs[name].shape, "fp32")
             self.updates[f"d_{name}"] = self.announce(f"sum_{name}", whole)
-        return Signature(f"{own.name}_backward", dims, self.inputs, {}, static=own.static)
+        return Signature(f"{own.name}_backward", dims, self.inputs, {}, static=own.static, only=own.only)
 
     def outputs(
         self, trace: Simplifier, gradients: Mapping[str, int]
@@ -349,6 +349,7 @@ class PlannedBackward:
             {n: tensors[n] for n in sorted(read)},
             {n: tensors[n] for n in written},
             static=tuple(d for d in trace.signature.static if d in names),
+            only={d: sizes for d, sizes in trace.signature.only.items() if d in names},
             updates={n: self.updates[n] for n in written if n in self.updates},
         )
         return Program(signature, tuple(nodes), {n: place[i] for n, i in outputs.items()}).check()

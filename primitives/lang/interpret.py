@@ -62,7 +62,12 @@ def solve_sizes(
     for dim in signature.named:
         if type(given.get(dim)) is not int or given[dim] < 1:
             raise ValueError(f"{dim} follows from no input's shape: give it by name, as a positive integer")
-    return solve(signature.shapes, signature.dims, shapes, {dim: given[dim] for dim in signature.named})
+    sizes = solve(signature.shapes, signature.dims, shapes, {dim: given[dim] for dim in signature.named})
+    for dim, allowed in signature.only.items():
+        if sizes[dim] not in allowed:
+            known = " or ".join(map(str, allowed))
+            raise ValueError(f"{dim} is {sizes[dim]}; the spec of {signature.name} allows only {known}")
+    return sizes
 
 
 def interpret(

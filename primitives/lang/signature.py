@@ -97,7 +97,8 @@ class Signature(NamedTuple):
     """The names, shapes and dtypes that a kernel must match. Tracing reads nothing else of a spec.
 
     ``static``: dims that are fixed when the kernel is compiled. ``updates``: for each output that overwrites
-    an input's buffer, the name of that input.
+    an input's buffer, the name of that input. ``only``: for some static dims, the only sizes that they may
+    have.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Signature(NamedTuple):
     constants: Mapping[str, float] = {}  # a shared default is safe, because nothing writes to it
     static: tuple[str, ...] = ()
     updates: Mapping[str, str] = {}
+    only: Mapping[str, tuple[int, ...]] = {}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -117,6 +119,8 @@ class Signature(NamedTuple):
             "constants": {k: v.hex() for k, v in self.constants.items()},
             "static": list(self.static),
             "updates": dict(self.updates),
+            # absent if empty, so that the hashes of programs without it do not change
+            **({"only": {dim: list(sizes) for dim, sizes in self.only.items()}} if self.only else {}),
         }
 
     @classmethod
@@ -134,6 +138,7 @@ class Signature(NamedTuple):
                 {str(k): float.fromhex(v) for k, v in data["constants"].items()},
                 tuple(str(d) for d in data["static"]),
                 {str(k): str(v) for k, v in data["updates"].items()},
+                {str(k): tuple(map(int, sizes)) for k, sizes in data.get("only", {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProgramError("signature", f"the program's signature is malformed: {error}") from None
@@ -152,6 +157,7 @@ class Signature(NamedTuple):
             or next((f"dtype or rank of {n!r}" for n, t in self.inputs.items() if not _readable(t)), None)
             or next((f"dtype or rank of {n!r}" for n, t in self.outputs.items() if not _writable(t)), None)
             or next((f"static dim {n!r}" for n in self.static if n not in self.dims), None)
+            or next((f"sizes of {n!r}" for n in self.only if n not in self.static), None)
             or next((f"update of {n!r}" for n in self.updates if not self._updatable(n)), None)
             or next((f"constant {n!r}" for n, v in self.constants.items() if not math.isfinite(v)), None)
         )

@@ -49,20 +49,28 @@ def small_sizes(spec: Spec) -> list[dict[str, int]]:
 
 
 def hidden(
-    spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None, least: float = 1 / 4
+    spec: Spec,
+    seed: int,
+    largest: int = LARGEST,
+    rows: int | None = None,
+    least: float = 1 / 4,
+    vary: bool = False,
 ) -> dict[str, int]:
     """Draw sizes that the spec's kernels must support in addition to the spec's cases. A seed always gives
     the same sizes.
 
     All extents differ. No extent exceeds ``largest``, except where static dims require a larger limit. Rows
     that are aligned in all cases of the spec are also aligned at these sizes. Static dims have the sizes of
-    one of the spec's cases. A dim that is not static has a new size, which is no multiple of 64 and which the
-    dim has in no case. ``rows``: the size of the row dims, if given. Every other dim is at least ``least``
-    times its largest possible size. If no sizes are found, sizes that are given (of static dims and of rows)
-    may equal each other, or a case's. Raises InvalidInput if there are no such sizes either.
+    one of the spec's cases; with ``vary``, half of the seeds give them other sizes, in other ratios. A dim
+    that is not static has a new size, which is no multiple of 64 and which the dim has in no case. ``rows``:
+    the size of the row dims, if given. Every other dim is at least ``least`` times its largest possible size.
+    If no sizes are found, sizes that are given (of static dims and of rows) may equal each other, or a
+    case's. Raises InvalidInput if there are no such sizes either.
     """
     for strict in (True, False):
-        if sizes := _hidden(spec, Random(seed), largest, rows, least, strict):
+        random = Random(seed)
+        vary = vary and random.random() < 1 / 2
+        if sizes := _hidden(spec, random, largest, rows, least, strict, vary):
             return sizes
     raise InvalidInput(
         f"spec {spec.name}: no sizes beside its cases' keep rows aligned and extents different; give it a "
@@ -71,19 +79,19 @@ def hidden(
 
 
 def _hidden(
-    spec: Spec, random: Random, largest: int, rows: int | None, least: float, strict: bool
+    spec: Spec, random: Random, largest: int, rows: int | None, least: float, strict: bool, vary: bool
 ) -> dict[str, int] | None:
     """Draw sizes for ``hidden``; return None if none are found. ``strict``: the rules also hold for sizes
-    that are not drawn."""
+    that are not drawn. ``vary``: static dims have new sizes."""
     extents, leading, aligned = _extents(spec), row_dims(spec), _aligned_rows(spec)
-    ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
+    fewest = [{}] if vary else [{d: case.sizes[d] for d in spec.static} for case in spec.cases]
+    ones = [dict.fromkeys(spec.dims, 1) | least_static for least_static in fewest]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
     # for each choice of the static dims' sizes: the largest factor by which an extent multiplies each dim
     reaches: dict[tuple[int, ...], dict[str, int]] = {}
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
-            known = random.choice(spec.cases).sizes if spec.static else {}
-            static = {dim: known[dim] for dim in spec.static}
+            static = _static_sizes(spec, random, vary)
             fixed = static | (dict.fromkeys(leading, rows) if rows else {})
             fixed |= {dim: random.randint(1, EXPERTS) for dim in sorted(_experts(spec) - static.keys())}
             key = tuple(static.values())
@@ -94,6 +102,19 @@ def _hidden(
                 return sizes
         largest *= 2
     return None
+
+
+def _static_sizes(spec: Spec, random: Random, vary: bool) -> dict[str, int]:
+    """Draw sizes of the static dims: those of a case or, with ``vary``, each up to its largest size in the
+    cases, small ones as often as large ones. A dim with ``only`` some sizes has one of these."""
+    if not vary:
+        known = random.choice(spec.cases).sizes if spec.static else {}
+        return {dim: known[dim] for dim in spec.static}
+    most = {dim: max(case.sizes[dim] for case in spec.cases) for dim in spec.static}
+    return {
+        dim: random.choice(spec.only[dim]) if dim in spec.only else int((size + 1) ** random.random())
+        for dim, size in most.items()
+    }
 
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
@@ -134,10 +155,12 @@ def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
-    """Draw sizes with the dim in this span; return None if there are no such sizes. Static dims have the
-    sizes of a random case of the spec, among the cases that allow the span."""
-    for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
-        kept = {d: case.sizes[d] for d in spec.static}
+    """Draw sizes with the dim in this span; return None if there are no such sizes. Static dims have new
+    sizes, or those of a case, in random order; the first that allow the span count."""
+    statics = [{d: case.sizes[d] for d in spec.static} for case in spec.cases]
+    statics += [_static_sizes(spec, random, vary=True) for _ in spec.cases]
+    for static in random.sample(statics, len(statics) if spec.static else 1):
+        kept = dict(static)
         if choices := _extents_within(spec, dim, span, even, kept):
             kept[dim] = random.choice(random.choice(choices))
             short = SHORT if _reach(spec, dim, kept) > LARGEST_ON_CPU else MEDIUM

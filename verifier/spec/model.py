@@ -47,6 +47,7 @@ class Spec(Declared):
             constants=dict(self.constants),
             static=self.static,
             updates={n: t.updates for n, t in self.outputs.items() if t.updates is not None},
+            only=dict(self.only),
         )
 
     @property
@@ -72,6 +73,8 @@ class Spec(Declared):
         if self.forward:
             texts = {n: ast.unparse(ast.parse(getattr(self.forward, n))) for n in ("reference", "head")}
             meaning["forward"] = {"inputs": _hashed_tensors(self.forward.inputs), **texts}
+        if self.only:
+            meaning["only"] = {dim: sorted(sizes) for dim, sizes in self.only.items()}
         return meaning | {"dims": sorted(self.dims), "static": sorted(self.static)}
 
     @cached_property

@@ -133,6 +133,7 @@ class Declared(Model):
     outputs: dict[str, OutputSpec]
     constants: dict[str, float] = {}
     static: tuple[str, ...] = ()
+    only: dict[str, tuple[int, ...]] = {}
     reference: str
     baseline: str | None = None
     forward: ForwardSpec | None = None

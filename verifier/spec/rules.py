@@ -61,6 +61,11 @@ def _check_names(spec: Declared) -> None:
             raise fault(f"static dim {dim!r} is not declared; {instead(dim, spec.dims)}", "static")
         if spec.static.count(dim) > 1:
             raise fault(f"static names dim {dim!r} twice; name it once", "static")
+    for dim, sizes in spec.only.items():
+        if dim not in spec.static:
+            raise fault(f"only names {dim!r}; it may name only static dims", "only", dim)
+        if not sizes or min(sizes) < 1:
+            raise fault(f"only gives {dim} the sizes {list(sizes)}; list positive sizes", "only", dim)
     _check_name(spec.name, "name")
     taken = {dim: "a dim" for dim in spec.dims}
     for kind in ("inputs", "outputs", "constants"):
@@ -252,6 +257,9 @@ def _check_sizes(spec: Declared, case: Case, index: int) -> None:
         if dim not in spec.dims:
             remedy = instead(dim, [*spec.dims, "name", "bench"])
             raise fault(f"case {case.name!r}: unknown key {dim!r}; {remedy}", "cases", index, dim)
+        if size not in spec.only.get(dim, (size,)):
+            known = ", ".join(map(str, spec.only[dim]))
+            raise fault(f"case {case.name!r}: {dim} is {size}; only allows {known}", "cases", index, dim)
         if type(size) is not int or size <= 0:
             message = f"case {case.name!r}: {dim} is {size!r}; it must be a positive integer"
             raise fault(message, "cases", index, dim)

@@ -282,8 +282,8 @@ def _inside(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 
 def _is_inside(torch: Any, t: Any, first: int, width: int) -> Any:
-    at = _columns(torch, t)
-    return ((at >= first) & (at < first + width)) * 1.0
+    at = torch.arange(t.shape[1], device=t.device)
+    return (((at >= first) & (at < first + width)) * 1.0).expand(t.shape)
 
 
 register(
