@@ -4,7 +4,7 @@ numbers."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -87,12 +87,14 @@ def identity(spec: Spec, kernel: KernelSource) -> Identity:
     )
 
 
-def judge(errors: list[Any], where: str) -> None:
-    """Raise Failed, with a message for the author, if an output exceeds the error gate's limits."""
+def judge(errors: list[Any], where: str, draw: Mapping[str, Any]) -> None:
+    """Raise Failed, with a message for the author, if an output exceeds the error gate's limits. ``draw``:
+    the sizes, family and seed of the inputs, for ``failed_draws``."""
     bad = [e for e in errors if not e.passed]
     if bad:
         raise Failed(
             "numerics",
             f"{where}: " + "; ".join(e.reason for e in bad),
             outputs=[e.model_dump() for e in errors],
+            draw=dict(draw),
         )

@@ -43,6 +43,7 @@ from coda_agent.verifier.gpu.checks import KernelCase, Schedules, numerics, stab
 from coda_agent.verifier.gpu.telemetry import findings
 from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.incumbent import Incumbent, Known, parse_schedules, worth_racing
+from coda_agent.verifier.numerics import failed_draws
 from coda_agent.verifier.report import (
     CANDIDATE,
     PROTOCOL,
@@ -138,7 +139,8 @@ class _Session:
 
     def run(self) -> Measured:
         gates, start = self.gates, time.monotonic()
-        with gates.gate("numerics") as figures:
+        remembered = failed_draws.remembered(self.spec, self.kernel.program, "cuda")
+        with gates.gate("numerics") as figures, remembered:
             figures |= self._numerics()
         with gates.gate("stability") as figures:
             figures |= self._stability()
@@ -172,9 +174,16 @@ class _Session:
     # Gates
 
     def _numerics(self) -> dict[str, Any]:
-        """Check small sizes with the compile gate's schedules, then every measured case with its tuned
-        schedules, then the small sizes with the tuned schedules."""
+        """Check the draws on which this program failed before and small sizes with the compile gate's
+        schedules, then every measured case with its tuned schedules, then the small sizes with the tuned
+        schedules."""
+        from coda_agent.primitives.compiler.probe_schedules import choices
+
         figures = {}
+        for draw in failed_draws.of(self.spec, self.kernel.program, "cuda"):
+            tried = tuple(choices(self.kernel.program, lower(self.kernel.program).gemms, draw.sizes))
+            again = {"schedules": tried, "families": (draw.family,), "seed": draw.seed}
+            self._proved("numerics", self._of(f"failed draw {draw.seed}", draw.sizes, **again))
         for job in self._small():
             figures[job.case] = self._proved("numerics", job)
         for case in self._measured_cases():

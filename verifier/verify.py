@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.compiler.compile_error import CompileError
@@ -25,6 +26,7 @@ from coda_agent.primitives.runtime.compile import CROWDED
 from coda_agent.primitives.system import deadline
 from coda_agent.primitives.target import TARGET
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
+from coda_agent.verifier.numerics import failed_draws
 from coda_agent.verifier.report import Checked, Gate, Identity, QuackTuned, Rejected, Report, joined
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.spec.model import Spec
@@ -187,7 +189,7 @@ def _scheduled(program: Program, schedules: Mapping[int, Schedule] | None) -> Pr
 def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[int | None] = ()) -> None:
     with gates.gate("contract") as figures:
         _contract(spec, program, figures, lines)
-    with gates.gate("interpret") as figures:
+    with gates.gate("interpret") as figures, failed_draws.remembered(spec, program):
         _interpret(spec, program, figures, lines)
 
 
@@ -250,6 +252,9 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
                 words = f"case {case.name}, step {gemm.step}: {why}; choose another schedule, or none"
                 raise Failed("schedule", words)
     figures |= {"steps": len(lowered.gemms), "vector_kernels": len(lowered.vectors)}
+    if spec.only:
+        allowed = "; ".join(f"{dim} is {' or '.join(map(str, sizes))}" for dim, sizes in spec.only.items())
+        figures["findings"] = [f"checked only where {allowed}: a launch refuses other sizes"]
 
 
 def _tensor_nodes(program: Program, words: str) -> list[int]:
@@ -279,11 +284,11 @@ def _interpret(
     seed, coverage = secrets.randbits(48), Coverage(program)
     worst: dict[str, float] = {}
     undefined: Counter[str] = Counter()
-    for run in cpu_numerics.runs(spec, program, seed):
+    for run in chain(failed_draws.of(spec, program), cpu_numerics.runs(spec, program, seed)):
         deadline.check()
         compared, counts = cpu_numerics.Comparison.of(spec, run), Counting(program, coverage.open)
         for how, errors in compared.errors(program, counts):
-            judge(errors, f"in the interpreter, {run}, outputs {how}")
+            judge(errors, f"in the interpreter, {run}, outputs {how}", run._asdict())
             for error in errors if how == cpu_numerics.STORED else ():
                 worst[error.name] = max(worst.get(error.name, 0.0), round(error.rms_ratio, 3))
         exercise.cover(compared, program, coverage, counts)
@@ -292,8 +297,8 @@ def _interpret(
     exercise.reach(spec, program, coverage, seed, lines)
     figures |= {"worst_rms_ratio": worst, "choices": coverage.table()}
     figures["findings"] = [
-        f"output {name} was not judged in {count} run(s) beyond typical inputs: the reference overflows in "
-        "fp32 there, or loses more than its last rounding"
+        f"output {name} was not judged in {count} run(s): the reference overflows in fp32 there, loses more "
+        "than its last rounding, or is zero by cancellation alone"
         for name, count in undefined.items()
     ]
 

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from cheats import blind, contract, documents, eights, graphs, grouped, heads, mathematics, sandbox, takeover
+from cheats import (
+    blind,
+    contract,
+    documents,
+    eights,
+    graphs,
+    grouped,
+    heads,
+    landmarks,
+    mathematics,
+    sandbox,
+    takeover,
+)
 
 THEMES = {
     "sandbox": sandbox.CHEATS,
@@ -15,5 +27,6 @@ THEMES = {
     "heads": heads.CHEATS,
     "grouped": grouped.CHEATS,
     "blind": blind.CHEATS,
+    "landmarks": landmarks.CHEATS,
 }
 PROGRAMS = (*THEMES["graphs"], *THEMES["documents"])  # JSON that bypasses the tracer

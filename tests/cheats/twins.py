@@ -129,6 +129,11 @@ kept = column_index(act) < per_row(width)
 rms = sqrt(row_sums(z * z) / z.columns + eps)
 return {"act": where(kept, act, 0), "rms": rms}
 """)  # fmt: skip
+# Targets may be near predictions.
+SQUARED_ERROR = twin("squared_error", "x, w, t", """
+z = gemm(x, w.mT)
+return {"s": row_sums((z - t) * (z - t)) / z.columns}
+""")  # fmt: skip
 ROPE = twin("gemm_rope_positions", "x, w, positions, inv_freq, P", """
 t = gemm(x, w.mT)
 return {"q": rope(t, positions, inv_freq)}

@@ -44,6 +44,7 @@ class KernelCase:
     sizes: Mapping[str, int]
     schedules: tuple[Schedules, ...] = ()
     families: tuple[str, ...] = ("normal",)
+    seed: int | None = None  # of the inputs; by default a fresh one for each draw
     known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: good schedules to time
     afresh: bool = False  # for tuning: ignore earlier results
 
@@ -63,10 +64,10 @@ class KernelCase:
         return made
 
     def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:
-        """Draw inputs from a fresh seed; return the seed and the inputs."""
+        """Draw inputs; return their seed and the inputs."""
         from coda_agent.verifier.numerics.inputs import draw
 
-        seed = secrets.randbits(48)
+        seed = secrets.randbits(48) if self.seed is None else self.seed
         return seed, draw(self.spec, self.sizes, seed, device=device, family=family)
 
 
@@ -124,7 +125,7 @@ class InputDraw:
         errors = error_gate.counted(found, outputs, self.undefined)
         schedule = schedules_json(plan.schedules)
         where = f"on the GPU, {_place(self.job)}, inputs {self.family!r}, schedule {schedule}"
-        judge(errors, where)
+        judge(errors, where, {"sizes": dict(self.job.sizes), "family": self.family, "seed": self.seed})
         return errors
 
 

@@ -12,7 +12,7 @@ reference's, so that even a slope of 0.9999 or another GELU formula behind a sec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import NamedTuple
@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 
 from coda_agent.primitives.lang.assign_steps import untransposed
-from coda_agent.primitives.lang.interpret import Watch, interpret, saturated
+from coda_agent.primitives.lang.interpret import Watch, interpret, rounded, saturated
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
 from coda_agent.verifier.numerics import error_gate, exactness, gradients, reference
 from coda_agent.verifier.numerics.error_gate import FEW, OutputError
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw_free
@@ -36,7 +37,10 @@ from coda_agent.verifier.numerics.sizes import (
     stretched,
     together,
 )
-from coda_agent.verifier.numerics.stretch import BEYOND, STRETCHED, TURNS
+from coda_agent.verifier.numerics.strength.dependent import depend, dependent
+from coda_agent.verifier.numerics.strength.landmarks import BASES, near_values, places
+from coda_agent.verifier.numerics.strength.search import search
+from coda_agent.verifier.numerics.stretch import BEYOND, DEPENDENT, LANDMARKS, SEARCHED, STRETCHED, TURNS
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
@@ -51,20 +55,34 @@ FORMULA = 1e-5
 # The families in which formulas are compared: those of typical magnitudes. A series near 0, which may replace
 # a form that cancels there, is less exact in the others.
 TYPICAL = ("normal", "positive", "outliers", "low_rank")
+KNOWN = (*FAMILIES, *ON_CPU, *BEYOND)  # every family
 FEW_DIMS = 48  # largest extent in most runs of stretched families; most mistakes show at any size
 
 
 class InputSettings(NamedTuple):
     """The sizes, family and seed that reproduce a run's inputs. ``long``: whether the error gate uses its
-    limits for long extents."""
+    limits for long extents. ``near``: for some inputs, numbers among which the families "searched" and
+    "landmarks" draw values."""
 
     sizes: Mapping[str, int]
     family: str
     seed: int
     long: bool = False
+    near: Mapping[str, Sequence[float]] = {}
 
     def __str__(self) -> str:
-        return f"inputs {self.family!r}, sizes {dict(self.sizes)}, seed {self.seed}"
+        alone = [f"{name} = {numbers[0]:.9g}, " for name, numbers in self.near.items() if len(numbers) == 1]
+        return f"inputs {self.family!r}, {''.join(alone)}sizes {dict(self.sizes)}, seed {self.seed}"
+
+    def draw(self, spec: Spec) -> dict[str, torch.Tensor]:
+        """Draw the inputs, but for a backward only the forward's inputs and the incoming gradients."""
+        if self.family == LANDMARKS:
+            return near_values(spec, self.sizes, self.seed, self.near)
+        if self.family == DEPENDENT:
+            return dependent(spec, self.sizes, self.seed)
+        if self.family == SEARCHED:
+            return search(spec, self.sizes, self.seed, self.near)
+        return draw_free(spec, self.sizes, self.seed, family=self.family)
 
 
 def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
@@ -73,8 +91,9 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     Each family of inputs runs at its own hidden sizes (drawn at random). Each stretched family (inputs beyond
     the typical values) runs at several hidden sizes. The family "normal" also runs at each case's sizes
     scaled down. If the program computes with sizes or column numbers, every family runs at the scaled sizes.
-    In addition, the family "normal" runs at the fixed small sizes, at each extent that a dim has in a case,
-    at extents between these, and once with all dims long. If an extent between these is below ``FEW``, the
+    In addition, the family "normal" runs at the fixed small sizes, at each extent that a dim has in a case
+    (with "tiny" or "zeros" too, if the program computes with sizes), at extents between these, and once with
+    all dims long. If an extent between these is below ``FEW``, the
     family "integers" replaces "normal". The family "integers" also runs once with a single row. With few
     values, statistics say little, but most results on integers are exact.
     """
@@ -82,20 +101,27 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     for sizes in small_sizes(spec):
         yield InputSettings(sizes, "normal", fresh())
     for turn, largest in enumerate((*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU)):
-        sizes = hidden(spec, fresh(), largest)
+        sizes = hidden(spec, fresh(), largest, vary=True)
         for family in STRETCHED:  # these runs are cheap and find most mistakes
             yield InputSettings(sizes, family, TURNS * fresh() + turn)  # ``turn`` picks a scalar's value
     for family in (*FAMILIES, *ON_CPU):
-        yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
+        yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU, vary=True), family, fresh())
     yield InputSettings(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
     sized = any(node.op in ("dim", "column_index") for node in program.nodes)
     for sizes in scaled(spec, fresh()):
         for family in (*FAMILIES, *STRETCHED, *ON_CPU) if sized else ("normal",):
             yield InputSettings(sizes, family, fresh(), long=True)
-    for sizes in stretched(spec, fresh()):
-        yield InputSettings(sizes, "normal", fresh(), long=True)
+    for turn, sizes in enumerate(stretched(spec, fresh())):
+        for family in ("normal", ("tiny", "zeros")[turn % 2]) if sized else ("normal",):
+            yield InputSettings(sizes, family, fresh(), long=True)
     for sizes in together(spec, fresh()):
         yield InputSettings(sizes, "normal", fresh())
+    sizes = hidden(spec, fresh(), FEW_DIMS, vary=True)
+    for _ in range(REPEATS if depend(spec, sizes) else 0):
+        yield InputSettings(sizes, DEPENDENT, fresh())
+    for sizes, near in places(spec, program, fresh()):
+        for base in range(len(BASES)):
+            yield InputSettings(sizes, LANDMARKS, len(BASES) * fresh() + base, near=near)
     for dim, sizes in between(spec, fresh()):
         yield InputSettings(sizes, "integers" if sizes[dim] < FEW else "normal", fresh(), long=True)
 
@@ -112,15 +138,14 @@ class Comparison(NamedTuple):
     undefined: dict[str, float]  # see error_gate.undefined
 
     @classmethod
-    def of(cls, spec: Spec, run: InputSettings, drawn: Tensors | None = None) -> Comparison:
-        """Compute a run's truth. ``drawn``: inputs that a search found, in place of the inputs of the run's
-        family.
+    def of(cls, spec: Spec, run: InputSettings) -> Comparison:
+        """Compute a run's truth.
 
         Raises SpecError if the reference raises an error, or if a backward is not the gradient of its
         forward. Loading the spec cannot find all such faults, because it tries the reference and the gradient
         only at tiny sizes.
         """
-        drawn = drawn or draw_free(spec, run.sizes, run.seed, family=run.family)
+        drawn = run.draw(spec)
         try:
             inputs = reference.finished(spec, drawn, run.sizes)
             truth, values = (of(spec, inputs, run.sizes) for of in (reference.oracle, reference.fp32))
@@ -145,9 +170,15 @@ class Comparison(NamedTuple):
         are left out.
         """
         family, long = self.run.family, self.run.long
-        wide = error_gate.unrounded(self.spec), unrounded(program)
-        yield STORED, self._judged(self.spec, program, of_stored(family, long), watch)
-        errors, formulas = self._judged(*wide, of_unrounded(family, long), watch), self.formulas(program)
+        wide = interpret(unrounded(program), self.inputs, watch, self.run.sizes)
+        wide = {name: saturated(wide[name], output.dtype) for name, output in self.spec.outputs.items()}
+        if _rounds_last(program):
+            made = {name: rounded(wide[name], output.dtype) for name, output in self.spec.outputs.items()}
+        else:
+            made = interpret(program, self.inputs, watch, self.run.sizes)
+        yield STORED, self._judged(self.spec, made, of_stored(family, long))
+        errors = self._judged(error_gate.unrounded(self.spec), wide, of_unrounded(family, long))
+        formulas = self.formulas(program)
         yield "not rounded", [error_gate.with_formula(error, formulas.get(error.name)) for error in errors]
 
     def formulas(self, program: Program) -> dict[str, float]:
@@ -168,13 +199,8 @@ class Comparison(NamedTuple):
         interpreter."""
         return all(error.passed for _, errors in self.errors(program, watch) for error in errors)
 
-    def _judged(
-        self, spec: Spec, program: Program, limits: ErrorLimits, watch: Watch | None
-    ) -> list[OutputError]:
+    def _judged(self, spec: Spec, made: Tensors, limits: ErrorLimits) -> list[OutputError]:
         yard = {name: self.values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
-        made = interpret(program, self.inputs, watch, self.run.sizes)
-        if spec is not self.spec:  # an fp8 output saturates even if it is left in fp32
-            made = {name: saturated(made[name], output.dtype) for name, output in self.spec.outputs.items()}
         errors = error_gate.compare(spec, made, self.truth, yard, limits, self.exact)
         return error_gate.counted(errors, made, self.undefined)
 
@@ -191,6 +217,14 @@ def unrounded(program: Program) -> Program:
         nodes.append(nodes[outputs[read]])
     signature = program.signature._replace(outputs=types, updates={})
     return program._replace(signature=signature, nodes=tuple(nodes), outputs=outputs)
+
+
+def _rounds_last(program: Program) -> bool:
+    """Whether no value depends on a rounded value of the program, so that outputs may be rounded at the
+    end."""
+    steps = cut(program)
+    vectors = [dtype for node, dtype in steps.dtypes.items() if steps.types[node].kind == "vector"]
+    return len(steps.gemms) == 1 and set(vectors) <= {"fp32"}
 
 
 def _handed_on(program: Program) -> list[str]:

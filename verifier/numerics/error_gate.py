@@ -107,18 +107,18 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 def undefined(
     family: str, truth: Tensors, yard: Tensors, jittered: Callable[[], Tensors]
 ) -> dict[str, float]:
-    """Return the outputs that the gate may excuse, each with the largest magnitude that it excuses. Outputs
-    are excused only on families of inputs beyond the typical ones.
+    """Return the outputs that the gate may excuse, each with the largest magnitude that it excuses.
 
-    An output is excused at any magnitude if the reference in fp32 overflows, or has a relative error above
-    ``LOST``. If the truth is zero but ``reference.jittered`` is not, the zero comes only from cancellation in
-    fp64. Then the output is excused up to the magnitude that cancellation can leave in fp32.
+    On families of inputs beyond the typical ones, an output is excused at any magnitude if the reference in
+    fp32 overflows, or has a relative error above ``LOST``. If the truth is zero but ``reference.jittered`` is
+    not, the zero comes only from cancellation in fp64. Then the output is excused up to the magnitude that
+    cancellation can leave in fp32, in every family.
     """
-    if family not in BEYOND:
-        return {}
-    losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
-    allowed = {name: max(LOST, torch.finfo(stored.dtype).eps / 2) for name, stored in yard.items()}
-    lost = {name for name, lost in losses.items() if not lost <= allowed[name]}
+    lost = set()
+    if family in BEYOND:
+        losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
+        allowed = {name: max(LOST, torch.finfo(stored.dtype).eps / 2) for name, stored in yard.items()}
+        lost = {name for name, lost in losses.items() if not lost <= allowed[name]}
     zero = {name for name, true in truth.items() if not true.any()} - lost
     again = jittered() if zero else {}
     left = {name: REST * float(again[name].abs().max()) for name in zero}

@@ -21,6 +21,7 @@ from coda_agent.verifier.spec.parts import OutputSpec
 from coda_agent.verifier.spec.rules import PARTS, assigned
 
 LEAST = 2.0**-30  # a difference above this fraction of the RMS is suspect
+UNTIED = 2.0**-10  # relative change of inputs that breaks ties
 ANYTHING = OutputSpec(shape=(), dtype="fp32")
 CHANGE = 2.0**-24  # relative change of the stored values
 # fp64's error may be this fraction of fp32's; fp64 has 29 more bits, of which 9 are margin
@@ -37,10 +38,32 @@ def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dic
 
     The result is empty for a spec without a forward. Raises NoGradient. ``beyond``: whether the inputs are
     beyond the typical ones. For such inputs, a gradient is left out if it depends too much on the last bits
-    of the stored tensors (compare ``error_gate.undefined``).
+    of the stored tensors (compare ``error_gate.undefined``). At a tie, such as max(z, 0) at z = 0, any
+    gradient between those of both sides is right. So a gradient is also left out if it is right once ties are
+    broken.
     """
     if spec.before is None:
         return {}
+    off = _wrong(spec, drawn, sizes, beyond)
+    untied = _wrong(spec, _untied(drawn), sizes, beyond) if off else {}
+    return {name: share for name, share in off.items() if name in untied}
+
+
+def _untied(drawn: Tensors) -> dict[str, Tensor]:
+    """The drawn inputs with small random changes, after which no two values are equal."""
+    own = torch.Generator().manual_seed(0)
+
+    def changed(tensor: Tensor) -> Tensor:
+        wide = tensor.double()
+        one, other = (torch.rand(tensor.shape, generator=own, dtype=torch.float64) - 0.5 for _ in range(2))
+        return wide * (1 + UNTIED * one) + UNTIED**2 * wide.square().mean().sqrt() * other
+
+    return {n: changed(t) if t.is_floating_point() else t for n, t in drawn.items()}
+
+
+def _wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool) -> dict[str, float]:
+    """Like ``wrong``, but ties count too. The spec has a forward."""
+    assert spec.before is not None
     leaves = _wide(drawn)
     truth, made = _autograd(spec, spec.before, leaves, sizes)
     found = _backward(spec, leaves | made, sizes, truth)

@@ -160,7 +160,13 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 
 
 # Families that run only on a CPU. They test a program's mathematics, not its execution on a GPU.
-ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
+ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {
+    "tails": _tails,
+    "spikes": _spikes,
+    "negative": _negative,
+    "repeated": _normal,  # but activations have only a few different rows, and vectors of integers few values
+}
+DISTINCT = 3  # the number of different rows in the family "repeated"
 
 
 # The families that run on a GPU if the truth is quick to compute.
@@ -218,17 +224,24 @@ def _draw(
     if family in STRETCHED:
         values = stretched(of, family)
     elif init.normal:
-        activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
         shared = _generator(f"{seed}/", device)  # same for all inputs: their names are not in the seed
         values = (FAMILIES | ON_CPU)[family](
-            _Drawn(values, init.normal.at(sizes), activation, fp8, own, shared)
+            _Drawn(values, init.normal.at(sizes), activation(tensor, rows), fp8, own, shared)
         )
     elif init.uniform and family == "integers":
         values = _on_grid(values, *init.uniform)
+    if family == "repeated" and tensor.shape and (activation(tensor, rows) or not dtype.is_floating_point):
+        shared = _generator(f"{seed}/", device)
+        values = values[torch.randint(DISTINCT, shape[:1], generator=shared, device=device) % shape[0]]
     if family not in STRETCHED and tensor.domain != "finite" and dtype.is_floating_point:
         values = legal(of, values)
     # clamped first, because not every cast saturates
     return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)
+
+
+def activation(tensor: TensorSpec, rows: frozenset[str]) -> bool:
+    """Whether an input is an activation: its first axis is one of ``rows``, if there are any."""
+    return bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
 
 
 def routing(family: str) -> str:

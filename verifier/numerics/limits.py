@@ -47,7 +47,7 @@ def of_stored(family: str, long: bool = False) -> ErrorLimits:
         return FAR
     if family == "spikes":
         return SPIKES
-    return FEW if long else USUAL
+    return FEW if long or family == "repeated" else USUAL
 
 
 def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
@@ -58,7 +58,7 @@ def of_unrounded(family: str, long: bool = False) -> ErrorLimits:
         return VALUES
     if family == "spikes":
         return FEW_UNROUNDED
-    return LONG_UNROUNDED if long else UNROUNDED
+    return LONG_UNROUNDED if long or family == "repeated" else UNROUNDED
 
 
 USUAL = ErrorLimits()

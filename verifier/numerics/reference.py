@@ -140,6 +140,11 @@ def fp32(
         return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
 
 
+def unrounded(spec: Spec, inputs: Tensors, sizes: Sizes) -> dict[str, Tensor]:
+    """The reference's outputs in fp32, without rounding the operands of its matmuls."""
+    return _evaluate(spec, inputs, sizes, torch.float32, dict.fromkeys(spec.outputs, torch.float32))
+
+
 def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
     """The outputs of ``fp32``, each rounded once to its dtype. Their error is about as large as the error of
     every correct kernel."""
@@ -240,6 +245,27 @@ class _Mode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Avoid the import of torch.compile's tracer, which takes over 2 seconds."""
         return False
+
+
+class _Values(_Mode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.values += [result] if isinstance(result, Tensor) and result.is_floating_point() else []
+        return result
+
+
+def intermediates(spec: Spec, inputs: Tensors, sizes: Sizes) -> list[Tensor]:
+    """The floating-point tensors that the reference creates, in their order."""
+    recorder = _Values()
+    with torch.inference_mode(False), torch.no_grad(), recorder:
+        run(spec, inputs, sizes)
+    return recorder.values
 
 
 class _Shapes(_Mode):

@@ -100,7 +100,9 @@ STRETCHED: dict[str, Callable[[Typical], Tensor]] = {
     "ends": _ends,
 }
 SEARCHED = "searched"  # inputs that ``verifier.numerics.strength.search`` found
-BEYOND = (*STRETCHED, SEARCHED)  # families of inputs beyond the typical ones
+LANDMARKS = "landmarks"  # inputs of ``verifier.numerics.strength.landmarks``
+DEPENDENT = "dependent"  # inputs of ``verifier.numerics.strength.dependent``
+BEYOND = (*STRETCHED, SEARCHED, LANDMARKS, DEPENDENT)  # families of inputs beyond the typical ones
 
 
 def stretched(of: Typical, family: str) -> Tensor:

@@ -85,7 +85,7 @@ def test_no_searched_value_lies_outside_of_its_domain(dtype: str, init: dict[str
     spec = wide(inputs={**SPEC["inputs"], "other": other})
     low, high = spec.inputs["other"].bounds(SIZES)
     for seed in range(30):
-        found = search(spec, SIZES, seed, [0.3, 1.0])["other"].double()
+        found = search(spec, SIZES, seed, dict.fromkeys(spec.drawn, (0.3, 1.0)))["other"].double()
         assert found.min() >= low and found.max() <= high
 
 

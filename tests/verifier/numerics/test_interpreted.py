@@ -16,7 +16,7 @@ from coda_agent.verifier.numerics import error_gate
 from coda_agent.verifier.numerics.cpu_numerics import REPEATS, STORED, Comparison, InputSettings, runs
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
 from coda_agent.verifier.numerics.sizes import small_sizes
-from coda_agent.verifier.numerics.stretch import STRETCHED, TURNS
+from coda_agent.verifier.numerics.stretch import LANDMARKS, STRETCHED, TURNS
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import _interpret
 
@@ -39,12 +39,12 @@ def test_every_family_has_sizes_of_its_own() -> None:
     program = program_of(spec, SWIGLU)
     drawn = list(runs(spec, program, 5))
     assert drawn == list(runs(spec, program, 5)) and drawn != list(runs(spec, program, 6))
-    assert {run.family for run in drawn} == {*FAMILIES, *STRETCHED, *ON_CPU}
+    assert {run.family for run in drawn} == {*FAMILIES, *STRETCHED, *ON_CPU, LANDMARKS}
     assert [dict(run.sizes) for run in drawn[:2]] == small_sizes(spec)
     far = [run for run in drawn if run.family in STRETCHED]
     assert len({tuple(run.sizes.values()) for run in far}) == len(far) / len(STRETCHED) == REPEATS + 1
     assert [run.seed % TURNS for run in far if run.family == "ends"] == list(range(REPEATS + 1))
-    drawn = [run for run in drawn if run not in far]
+    drawn = [run for run in drawn if run not in far and run.family != LANDMARKS]
     assert len({run.seed for run in drawn}) == len(drawn)
     end = next(i for i, run in enumerate(drawn) if run.sizes["M"] == 1) + 1
     assert len({tuple(run.sizes.values()) for run in drawn[:end]}) == end == len(FAMILIES | ON_CPU) + 3
@@ -235,6 +235,17 @@ def test_a_failure_can_be_had_again(tmp_path) -> None:
     assert faults(spec, TOY_KERNEL, again) == {STORED: set(), "not rounded": set()}
 
 
+def scaled_to(family: str, scale: float) -> InputSettings:
+    """A run of a family whose input ``x`` has this magnitude."""
+
+    class Scaled(InputSettings):
+        def draw(self, spec: Spec) -> dict[str, torch.Tensor]:
+            drawn = draw(spec, self.sizes, self.seed)
+            return drawn | {"x": (drawn["x"].double().sign() * scale).to(drawn["x"].dtype)}
+
+    return Scaled({"M": 24, "D": 16, "F": 16}, family, 0)
+
+
 @pytest.mark.parametrize(("family", "left"), [("faint", {"y"}), ("tiny", set())])
 @pytest.mark.parametrize("scale", [2.0**-40, 0.0])
 def test_a_truth_that_is_zero_by_cancellation_alone_is_not_judged(
@@ -243,20 +254,14 @@ def test_a_truth_that_is_zero_by_cancellation_alone_is_not_judged(
     """For z below 1e-8, fp64 gives zero for z - tanh(z), although the exact value is about z**3 / 3. If z
     itself is zero, the exact value is zero too."""
     spec = activation(tmp_path, "z - tanh(z)")
-    run = InputSettings({"M": 24, "D": 16, "F": 16}, family, 0)
-    drawn = draw(spec, run.sizes, 0)
-    drawn["x"] = (drawn["x"].double().sign() * scale).to(drawn["x"].dtype)
-    compared = Comparison.of(spec, run, drawn)
+    compared = Comparison.of(spec, scaled_to(family, scale))
     assert not compared.truth["y"].any()
     assert compared.undefined.keys() == (left if scale else set())
 
 
 def test_what_cancels_in_fp64_may_leave_what_fp32_does_and_no_more(tmp_path: Path) -> None:
     spec = activation(tmp_path, "z - tanh(z)")
-    run = InputSettings({"M": 24, "D": 16, "F": 16}, "faint", 0)
-    drawn = draw(spec, run.sizes, 0)
-    drawn["x"] = (drawn["x"].double().sign() * 2.0**-40).to(drawn["x"].dtype)
-    compared = Comparison.of(spec, run, drawn)
+    compared = Comparison.of(spec, scaled_to("faint", 2.0**-40))
     truth = compared.truth["y"]
     for value, excused in ((2.0**-64, True), (1.0, False), (math.inf, False), (math.nan, False)):
         got = {"y": torch.full_like(truth, value, dtype=torch.bfloat16)}
@@ -264,3 +269,45 @@ def test_what_cancels_in_fp64_may_leave_what_fp32_does_and_no_more(tmp_path: Pat
         errors = error_gate.compare(spec, got, compared.truth, yard)
         assert not all(error.passed for error in errors)
         assert (not error_gate.counted(errors, got, compared.undefined)) is excused, value
+
+
+SMOOTHED = """\
+name: smoothed
+summary: Cross-entropy with label smoothing.
+dims: {M: tokens, D: width, V: vocabulary}
+inputs:
+  x: {shape: [M, D], dtype: bf16, domain: finite}
+  w: {shape: [V, D], dtype: bf16, init: {normal: {std: D**-0.5}}, domain: finite}
+  target: {shape: [M], dtype: int64, init: {integers: [0, V]}, domain: [0, V - 1]}
+constants: {a: 0.1}
+outputs:
+  loss: {shape: [M], dtype: fp32}
+reference: |
+  z = x @ w.mT
+  lse = logsumexp(z, -1)
+  loss = (1 - a) * (lse - z.gather(1, target[:, None])[:, 0]) + a * (lse - z.mean(-1))
+cases:
+  - {name: a, M: 4096, D: 1024, V: 32768}
+"""
+SMOOTHED_KERNEL = """\
+from primitives import gemm, kernel, row_logsumexp, row_select, row_sums
+
+
+@kernel
+def smoothed(x, w, target, a):
+    \"\"\"Cross-entropy with label smoothing.\"\"\"
+    z = gemm(x, w.mT)
+    return {"loss": row_logsumexp(z) - (1 - a) * row_select(z, target) - a * row_sums(z) / z.columns}
+"""
+
+
+def test_a_loss_over_a_single_word_is_zero_up_to_rounding(tmp_path: Path) -> None:
+    path = tmp_path / "smoothed.yaml"
+    path.write_text(SMOOTHED, encoding="utf-8")
+    spec = load(path)
+    for family in ("normal", "integers", "large"):
+        run = InputSettings({"M": 40, "D": 24, "V": 1}, family, 3)
+        assert not Comparison.of(spec, run).truth["loss"].any()
+        assert faults(spec, SMOOTHED_KERNEL, run) == {STORED: set(), "not rounded": set()}
+        more = SMOOTHED_KERNEL.replace("z.columns}", "z.columns + 1e-5}")
+        assert faults(spec, more, run)[STORED] == {"loss"}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.gradients import wrong
+from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.spec.file import SpecError
 
 SPEC = """\
@@ -78,3 +80,45 @@ def test_a_gradient_has_the_shape_of_its_input(tmp_path: Path) -> None:
 def test_partial_sums_are_whole_parts(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="columns of partial sums, no multiple of the .* of x"):
         loaded(tmp_path, "y = silu(x @ w.mT)", gradient="d_x_parts", shape="M, N", d_x_parts="d_y")
+
+
+RELU = """\
+name: relu_backward
+summary: A test.
+dims: {M: tokens, K: inner, N: width}
+inputs:
+  x: {shape: [M, K], dtype: bf16}
+  w: {shape: [N, K], dtype: bf16, init: {normal: {std: K**-0.5}}}
+  d_y: {shape: [M, N], dtype: bf16}
+outputs:
+  d_x: {shape: [M, K], dtype: bf16}
+forward:
+  reference: |
+    z = x @ w.mT
+    y = FORWARD
+reference: |
+  z = x @ w.mT
+  d_x = where(CONDITION, d_y, 0) @ w
+cases:
+  - {name: a, M: 256, K: 128, N: 512}
+"""
+
+
+@pytest.mark.parametrize(
+    ("forward", "condition", "right"),
+    [
+        ("maximum(z, 0 * z)", "z > 0", True),
+        ("z.clamp(min=0)", "z > 0", True),
+        ("z.clamp(min=0)", "z >= 0", True),
+        ("z.clamp(-1, 1)", "(z > -1) & (z < 1)", True),
+        ("z.clamp(-1, 1)", "(z > -1) & (z < 1.001)", False),
+        ("z.abs()", "z > 0", False),
+    ],
+)
+def test_at_a_tie_either_gradient_is_right(tmp_path: Path, forward: str, condition: str, right: bool) -> None:
+    path = tmp_path / "relu_backward.yaml"
+    path.write_text(RELU.replace("FORWARD", forward).replace("CONDITION", condition), encoding="utf-8")
+    spec, sizes = load(path, check=False), {"M": 48, "K": 16, "N": 40}
+    drawn = draw(spec, sizes, 3, family="integers")
+    drawn["w"][:, 1:] = 0  # then every product is a small integer, times a power of two
+    assert (wrong(spec, drawn, sizes) == {}) is right

@@ -3,7 +3,11 @@ side must change the result for some valid input. Also check that no result jump
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import combinations, product
+from random import Random
 from typing import Any
 
 import torch
@@ -14,12 +18,12 @@ from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.system import deadline
 from coda_agent.verifier.gates import Failed, judge
-from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings, unrounded
+from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import finished
 from coda_agent.verifier.numerics.sizes import hidden
 from coda_agent.verifier.numerics.strength.choices import Counting, Coverage, Distorting, Forcing
-from coda_agent.verifier.numerics.strength.search import LARGEST, searches
+from coda_agent.verifier.numerics.strength.search import DRAWS_A_SIZE, LARGEST, SEARCHES
 from coda_agent.verifier.numerics.stretch import SEARCHED
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
@@ -28,6 +32,7 @@ NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors by
 STEEPEST = 8  # results may grow with at most this power of a size
 SMALLEST = 8  # the smallest size tried; from a smaller size, a step of 1 changes even smooth results a lot
 NOISE = 1e-4  # relative change of outputs that another order of fp32 sums may cause
+JOINT = 1e-6  # share of an output's RMS on which two sizes may act together
 TRIES = 3  # largest number of runs in which the program is tried without a side
 
 
@@ -45,6 +50,17 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
                 seen.judged = not compared.passes(program, Distorting(program, side))
 
 
+def searches(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
+    """The runs of a search, which draws values near the program's constants, and near 1."""
+    random = Random(seed)
+    constants = {abs(float(n.attribute or 0)) for n in program.nodes if n.op == "constant"} - {0.0}
+    near = dict.fromkeys(spec.drawn, (1.0, *sorted(constants)))
+    for _ in range(SEARCHES // DRAWS_A_SIZE):
+        sizes = hidden(spec, random.getrandbits(48), LARGEST, vary=True)
+        for _ in range(DRAWS_A_SIZE):
+            yield InputSettings(sizes, SEARCHED, random.getrandbits(48), near=near)
+
+
 def reach(
     spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
 ) -> None:
@@ -53,18 +69,17 @@ def reach(
 
     Raises Failed if the program is wrong on such inputs, or if the search finds no inputs that need a side.
     """
-    for sizes, drawn_from, drawn in searches(spec, program, seed) if coverage.open else ():
+    for run in searches(spec, program, seed) if coverage.open else ():
         deadline.check()
         counts = Counting(program, coverage.open)
-        interpret(program, finished(spec, drawn, sizes), counts, sizes)
+        interpret(program, finished(spec, run.draw(spec), run.sizes), counts, run.sizes)
         if not any(count.decided for count in counts.counts.values()):
             continue
-        run = InputSettings(sizes, SEARCHED, drawn_from)
-        compared = Comparison.of(spec, run, drawn)
+        compared = Comparison.of(spec, run)
         if len(compared.undefined) == len(spec.outputs):
             continue
         for how, errors in compared.errors(program):
-            judge(errors, f"in the interpreter, {run}, outputs {how}")
+            judge(errors, f"in the interpreter, {run}, outputs {how}", run._asdict())
         for side in coverage.open:
             coverage.seen[side].tries = 0  # so that every draw of the search is tried without the side
         cover(compared, program, coverage, counts)
@@ -89,7 +104,8 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
     program runs on small inputs, but with a case's sizes in its formulas. Then the program runs again with
     one or all of these sizes slightly changed. A scalar that depends only on sizes is computed for every size
     up to twice the size in a case. Raises Failed if the outputs, or such a scalar, change more than the
-    eighth power of a size does.
+    eighth power of a size does; also if two sizes act together, because a CPU can try only one long size at
+    a time.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
@@ -98,27 +114,62 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
         for dim in dims:
             _scan(program, sized, case, dim)
     sizes = hidden(spec, seed, LARGEST)
-    inputs, wide = draw(spec, sizes, seed), unrounded(program)
+    every = [draw(spec, sizes, seed, family=family) for family in ("normal", "tiny", "zeros") if dims]
 
-    def outputs(at: Mapping[str, float]) -> list[Tensor]:
+    def outputs(inputs: Mapping[str, Tensor], at: Mapping[Dim, float]) -> list[Tensor]:
         def resized(index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
-            return torch.full_like(value, sized[index].value(at)) if index in sized else value
+            return torch.full_like(value, at[sized[index]]) if index in sized else value
 
-        return list(interpret(wide, inputs, resized, sizes).values())
+        return list(interpret(program, inputs, resized, sizes, wide=torch.float64).values())
 
     for case in spec.cases if dims else ():
-        deadline.check()
-        usual = outputs(case.sizes)
-        for factor in NEARBY:
-            for changed in (*([dim] for dim in dims), dims):
-                beside = outputs({d: n * factor if d in changed else n for d, n in case.sizes.items()})
-                change = max(_change(a, b) for a, b in zip(usual, beside, strict=True))
-                if change > max(factor, 1 / factor) ** STEEPEST - 1 + NOISE:
-                    raise Failed(
-                        "size_choice",
-                        f"outputs jump with {', '.join(changed)} at case {case.name}: by {change:.2g} of "
-                        f"their RMS where sizes change by {abs(factor - 1):.2g}; use sizes as a mean does",
-                    )
+        for drawn in every:
+            deadline.check()
+            _near(partial(outputs, drawn), set(sized.values()), case)
+            _together(partial(outputs, drawn), set(sized.values()), case)
+
+
+Resized = Callable[[Mapping[Dim, float]], list[Tensor]]  # the outputs on the same tensors with other sizes
+
+
+def _near(outputs: Resized, sizes: Collection[Dim], case: Case) -> None:
+    """Raise Failed if outputs jump where one or all dims have slightly other sizes than in the case."""
+    dims = sorted({name for size in sizes for name in size.names})
+    before = outputs({size: size.value(case.sizes) for size in sizes})
+    for factor, changed in product(NEARBY, [*([dim] for dim in dims), dims]):
+        beside = {d: n * factor if d in changed else n for d, n in case.sizes.items()}
+        after = outputs({size: size.value(beside) for size in sizes})
+        change = max(_change(a, b) for a, b in zip(before, after, strict=True))
+        if change > max(factor, 1 / factor) ** STEEPEST - 1 + NOISE:
+            raise Failed(
+                "size_choice",
+                f"outputs jump with {', '.join(changed)} at case {case.name}: by {change:.2g} of their RMS "
+                f"where sizes change by {abs(factor - 1):.2g}; use sizes as a mean does",
+            )
+
+
+def _together(outputs: Resized, sizes: Collection[Dim], case: Case) -> None:
+    """Raise Failed if two sizes act together: each of a formula's sizes must act alone."""
+    usual = {size: size.value(case.sizes) for size in sorted(sizes, key=str)}
+    for one, other in combinations(usual, 2):
+        halved: list[tuple[Dim, ...]] = [(), (one,), (other,), (one, other)]
+        four = [outputs({s: n / 2 if s in half else n for s, n in usual.items()}) for half in halved]
+        if (share := max(map(_joint, *four))) > JOINT:
+            raise Failed(
+                "size_choice",
+                f"the sizes {one} and {other} act together at case {case.name}, on {share:.2g} of an "
+                "output's RMS, which no check at one long size can judge; use each size alone, as a count, a "
+                "mean or a bound",
+            )
+
+
+def _joint(neither: Tensor, one: Tensor, other: Tensor, both: Tensor) -> float:
+    """How far a function of two sizes is from a product and from a sum of functions of one size each, as a
+    share of its RMS. The arguments are its values where neither, one, the other, and both sizes change."""
+    times, total = one * other / neither, one + other - neither
+    off = torch.minimum((both - times).abs().nan_to_num(math.inf), (both - total).abs())
+    usable = off.isfinite() & both.isfinite()
+    return float(off[usable].norm() / both[usable].norm().clamp_min(1e-300))
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
