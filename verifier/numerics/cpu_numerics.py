@@ -24,10 +24,13 @@ from coda_agent.primitives.lang.interpret import Watch, interpret, rounded, satu
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.verifier.numerics import error_gate, exactness, gradients, reference
+from coda_agent.verifier.numerics.dependent import depend, dependent
 from coda_agent.verifier.numerics.error_gate import FEW, OutputError
 from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw_free
+from coda_agent.verifier.numerics.landmarks import BASES, near_values, places
 from coda_agent.verifier.numerics.limits import ErrorLimits, of_stored, of_unrounded
 from coda_agent.verifier.numerics.reference import Tensors
+from coda_agent.verifier.numerics.search import search
 from coda_agent.verifier.numerics.sizes import (
     LARGEST_ON_CPU,
     between,
@@ -37,9 +40,6 @@ from coda_agent.verifier.numerics.sizes import (
     stretched,
     together,
 )
-from coda_agent.verifier.numerics.strength.dependent import depend, dependent
-from coda_agent.verifier.numerics.strength.landmarks import BASES, near_values, places
-from coda_agent.verifier.numerics.strength.search import search
 from coda_agent.verifier.numerics.stretch import BEYOND, DEPENDENT, LANDMARKS, SEARCHED, STRETCHED, TURNS
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.file import SpecError

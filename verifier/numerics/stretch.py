@@ -99,9 +99,9 @@ STRETCHED: dict[str, Callable[[Typical], Tensor]] = {
     "mixed": _mixed,
     "ends": _ends,
 }
-SEARCHED = "searched"  # inputs that ``verifier.numerics.strength.search`` found
-LANDMARKS = "landmarks"  # inputs of ``verifier.numerics.strength.landmarks``
-DEPENDENT = "dependent"  # inputs of ``verifier.numerics.strength.dependent``
+SEARCHED = "searched"  # inputs that ``verifier.numerics.search`` found
+LANDMARKS = "landmarks"  # inputs of ``verifier.numerics.landmarks``
+DEPENDENT = "dependent"  # inputs of ``verifier.numerics.dependent``
 BEYOND = (*STRETCHED, SEARCHED, LANDMARKS, DEPENDENT)  # families of inputs beyond the typical ones
 
 

@@ -11,8 +11,8 @@ import torch
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.error_gate import compare
 from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES, ON_CPU, draw
+from coda_agent.verifier.numerics.search import search
 from coda_agent.verifier.numerics.strength.mutation_score import weak_spots
-from coda_agent.verifier.numerics.strength.search import search
 from coda_agent.verifier.spec.model import Spec
 
 SPEC: dict[str, Any] = {

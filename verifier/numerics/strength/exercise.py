@@ -21,9 +21,9 @@ from coda_agent.verifier.gates import Failed, judge
 from coda_agent.verifier.numerics.cpu_numerics import Comparison, InputSettings
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import finished
+from coda_agent.verifier.numerics.search import DRAWS_A_SIZE, LARGEST, SEARCHES
 from coda_agent.verifier.numerics.sizes import hidden
 from coda_agent.verifier.numerics.strength.choices import Counting, Coverage, Distorting, Forcing
-from coda_agent.verifier.numerics.strength.search import DRAWS_A_SIZE, LARGEST, SEARCHES
 from coda_agent.verifier.numerics.stretch import SEARCHED
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case

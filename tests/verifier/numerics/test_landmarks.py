@@ -10,10 +10,10 @@ from authoring import SPECS, program_of
 
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.dependent import depend, dependent
 from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.numerics.landmarks import near_values, places, roots
 from coda_agent.verifier.numerics.reference import finished, oracle
-from coda_agent.verifier.numerics.strength.dependent import depend, dependent
-from coda_agent.verifier.numerics.strength.landmarks import near_values, places, roots
 from coda_agent.verifier.spec.model import Spec
 
 SIZES = {"M": 16, "K": 24, "N": 8}
