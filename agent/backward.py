@@ -21,7 +21,7 @@ from coda_agent.primitives.derive.reference import reference
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.signature import Signature, TensorType
-from coda_agent.verifier.numerics.trial import check_reference
+from coda_agent.verifier.apart import check_reference
 from coda_agent.verifier.spec import file
 from coda_agent.verifier.spec.model import Spec
 

@@ -14,6 +14,7 @@ from coda_agent.agent import arguments, providers
 from coda_agent.agent.options import AUTO, typed_options
 from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.target import TARGET
+from coda_agent.verifier.gpu import visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -181,10 +182,12 @@ def use_gpu(gpu: bool | None) -> bool:
     """Whether to measure on this machine. Raises Absent if ``gpu`` is True and this machine has no H100."""
     if gpu is False:
         return False
-    import torch
+    there = visible.usable()
+    if there:
+        import torch
 
-    # lowered kernels run only on one GPU architecture
-    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == TARGET.capability
+        # lowered kernels run only on one GPU architecture
+        there = torch.cuda.get_device_capability() == TARGET.capability
     if gpu and not there:
         raise Absent(f"{NO_H100}; leave out --gpu, or take a bundle to a machine with an H100")
     return there

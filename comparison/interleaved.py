@@ -1,4 +1,4 @@
-"""An interleaved benchmark on the GPU, inside a worker. Tasks of ``verifier.gpu.worker`` call this module.
+"""An interleaved benchmark on the GPU, inside a worker. Tasks of ``verifier.worker`` call this module.
 
 Every arm is prepared before the timing, and the arm's outputs are compared once with the truth. If a library
 fails, the failure is the result of the library's arm, and the other arms still run.
@@ -21,7 +21,7 @@ from coda_agent.primitives.system import workers
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import milliseconds, rotating, timed
-from coda_agent.verifier.gpu.worker import cuda_error, report
+from coda_agent.verifier.worker import cuda_error, report
 
 SAID = 300  # characters of an arm's error
 GATE = "compare"

@@ -39,8 +39,8 @@ from coda_agent.primitives.system import deadline
 from coda_agent.primitives.system.deadline import Late
 from coda_agent.verifier.gates import Failed, Progress, silent
 from coda_agent.verifier.gpu.checks import clean
-from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.stages import PATIENCE
+from coda_agent.verifier.worker import Lost, Task, WorkerError
 
 BEHIND = 1.03  # an arm is not timed again if its time exceeds the column's shortest time by this factor
 SESSION_SECONDS = 10.0  # approximate duration of a session with full caches

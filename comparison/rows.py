@@ -24,10 +24,10 @@ from coda_agent.comparison.results import none_left
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import SPECS
-from coda_agent.verifier.gpu.worker import Task
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.worker import Task
 
 if TYPE_CHECKING:
     from coda_agent.primitives.runtime.launch import Kernel

@@ -23,7 +23,7 @@ from coda_agent.comparison.measuring import ComparisonRequest, Keep, OutOfTime
 from coda_agent.comparison.results import Results, Session
 from coda_agent.comparison.rows import Row
 from coda_agent.verifier.gates import Failed, Progress
-from coda_agent.verifier.gpu.worker import Lost, report
+from coda_agent.verifier.worker import Lost, report
 
 UUID = "uuid"  # the key under which a session's conditions hold the GPU's UUID
 SILENT = 3600.0  # seconds without a report; arms report each minute, but compiling ahead may take longer

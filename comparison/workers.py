@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.stages import SCORES
+from coda_agent.verifier.worker import Worker
 
 READY = 3  # workers to start early per environment, because imports may take longer than a session
 AHEAD = (*SCORES, "coda_agent.comparison.competitors.ahead")

@@ -210,6 +210,16 @@ def fresh_workers() -> None:
         worker.end()
 
 
+@pytest.fixture(autouse=True)
+def in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run references in this process, so that a test can replace what they call. Tests with the mark
+    ``apart`` run them in a child."""
+    from coda_agent.verifier import apart
+
+    if not request.node.get_closest_marker("apart"):
+        monkeypatch.setattr(apart, "run", lambda task, argument: task(argument))
+
+
 @pytest.fixture
 def some_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each check a third of the interpreter's runs. The name of the test determines which third, so the

@@ -16,8 +16,7 @@ def load(path: str | Path, check: bool = True) -> Spec:
 
     def tried(spec: Spec) -> None:
         if check:
-            # imports torch, which only the trial run needs
-            from coda_agent.verifier.numerics.trial import check_reference
+            from coda_agent.verifier.apart import check_reference
 
             check_reference(spec)
 

@@ -2,7 +2,7 @@
 passed all earlier gates.
 
 The candidate's source never runs here, because these gates take the traced program. All GPU work happens in
-workers (``verifier.gpu.worker``). The work is divided into stages with stored results, so an interrupted
+workers (``verifier.worker``). The work is divided into stages with stored results, so an interrupted
 measurement can continue. One worker tunes and checks the kernel. Then several fresh workers time the kernel,
 each on its own inputs.
 """
@@ -41,7 +41,6 @@ from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, s
 from coda_agent.verifier.gpu.benchmark import Benchmark, score
 from coda_agent.verifier.gpu.checks import KernelCase, Schedules, numerics, stability, tune
 from coda_agent.verifier.gpu.telemetry import findings
-from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.incumbent import Incumbent, Known, parse_schedules, worth_racing
 from coda_agent.verifier.numerics import failed_draws
 from coda_agent.verifier.report import (
@@ -58,6 +57,7 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 from coda_agent.verifier.spec.rules import HIDDEN, ONE_ROW
 from coda_agent.verifier.stages import Checkpoint, StageRunner
+from coda_agent.verifier.worker import Worker
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
 ROUNDS = 40  # largest number of rounds per process

@@ -12,8 +12,8 @@ from coda_agent.verifier.decision import InvalidMeasurement
 from coda_agent.verifier.gates import Failed, Progress
 from coda_agent.verifier.gpu.benchmark import PREPARES, RACES
 from coda_agent.verifier.gpu.checks import clean
-from coda_agent.verifier.gpu.worker import Lost, Task, Worker
 from coda_agent.verifier.report import PROTOCOL
+from coda_agent.verifier.worker import Lost, Task, Worker
 
 # Seconds of silence after which a worker counts as hung. The limit is high because a worker is silent while
 # tuning compiles kernels and while max-autotune searches.

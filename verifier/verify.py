@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.compiler.compile_error import CompileError
@@ -23,10 +21,10 @@ from coda_agent.primitives.lang.ir import Node, Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.compile import CROWDED
-from coda_agent.primitives.system import deadline
 from coda_agent.primitives.target import TARGET
-from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
-from coda_agent.verifier.numerics import failed_draws
+from coda_agent.verifier import apart
+from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
+from coda_agent.verifier.gpu import visible
 from coda_agent.verifier.report import Checked, Gate, Identity, QuackTuned, Rejected, Report, joined
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.spec.model import Spec
@@ -189,7 +187,7 @@ def _scheduled(program: Program, schedules: Mapping[int, Schedule] | None) -> Pr
 def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[int | None] = ()) -> None:
     with gates.gate("contract") as figures:
         _contract(spec, program, figures, lines)
-    with gates.gate("interpret") as figures, failed_draws.remembered(spec, program):
+    with gates.gate("interpret") as figures:
         _interpret(spec, program, figures, lines)
 
 
@@ -212,9 +210,7 @@ def _checked(spec: Spec, kernel: KernelSource, gates: Gates) -> Checked:
 
 
 def _unmeasured() -> str:
-    import torch
-
-    why = "no measurement was requested" if torch.cuda.is_available() else "no CUDA device"
+    why = "no measurement was requested" if visible.usable() else "no CUDA device"
     return f"checked, not benchmarked: {why}"
 
 
@@ -277,30 +273,7 @@ def _first_line(nodes: Iterable[int], lines: Sequence[int | None]) -> int | None
 def _interpret(
     spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None] = ()
 ) -> None:
-    from coda_agent.verifier.numerics import cpu_numerics
-    from coda_agent.verifier.numerics.strength import exercise
-    from coda_agent.verifier.numerics.strength.choices import Counting, Coverage
-
-    seed, coverage = secrets.randbits(48), Coverage(program)
-    worst: dict[str, float] = {}
-    undefined: Counter[str] = Counter()
-    for run in chain(failed_draws.of(spec, program), cpu_numerics.runs(spec, program, seed)):
-        deadline.check()
-        compared, counts = cpu_numerics.Comparison.of(spec, run), Counting(program, coverage.open)
-        for how, errors in compared.errors(program, counts):
-            judge(errors, f"in the interpreter, {run}, outputs {how}", run._asdict())
-            for error in errors if how == cpu_numerics.STORED else ():
-                worst[error.name] = max(worst.get(error.name, 0.0), round(error.rms_ratio, 3))
-        exercise.cover(compared, program, coverage, counts)
-        undefined.update(compared.undefined)
-    exercise.smooth(spec, program, seed)
-    exercise.reach(spec, program, coverage, seed, lines)
-    figures |= {"worst_rms_ratio": worst, "choices": coverage.table()}
-    figures["findings"] = [
-        f"output {name} was not judged in {count} run(s): the reference overflows in fp32 there, loses more "
-        "than its last rounding, or is zero by cancellation alone"
-        for name, count in undefined.items()
-    ]
+    figures |= apart.interpret(spec, program, secrets.randbits(48), lines)
 
 
 _VALUE = re.compile(r"\bn(\d+)_\d+ =")

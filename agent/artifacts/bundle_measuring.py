@@ -23,10 +23,10 @@ from coda_agent.verifier.spec.file import SpecError, of_text
 from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
-    from coda_agent.verifier.gpu.worker import Worker
     from coda_agent.verifier.incumbent import Incumbent, Known
     from coda_agent.verifier.measure import MeasureOptions
     from coda_agent.verifier.stages import Checkpoint
+    from coda_agent.verifier.worker import Worker
 
 WHOLE = "whole"  # the name of the stage that stores a finished entry's result
 

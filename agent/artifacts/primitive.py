@@ -93,7 +93,7 @@ def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
     """Start a run that writes the primitive proposed at ``path``, or a run that replays a recording. For a
     replay, the vocabulary may already contain the primitive. If the proposal is invalid, raise SpecError or
     InvalidInput and start no run."""
-    from coda_agent.verifier.numerics.trial import check_reference
+    from coda_agent.verifier.apart import check_reference
 
     merged = "replays" in options and path.stem in OPERATIONS
     made = proposing.load(path, new=not merged)

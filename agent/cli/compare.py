@@ -179,7 +179,7 @@ def _measure(
     from coda_agent.agent.fleet.pool import GivenUp
     from coda_agent.comparison import measuring, results
     from coda_agent.verifier.gates import Failed
-    from coda_agent.verifier.gpu.worker import WorkerError
+    from coda_agent.verifier.worker import WorkerError
 
     with _watched(found, quiet) as (progress, shows):
 

@@ -34,7 +34,6 @@ from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, schedules_json
 from coda_agent.verifier.gates import Progress, identity
-from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.report import (
     MEASUREMENT,
     Checked,
@@ -47,6 +46,7 @@ from coda_agent.verifier.report import (
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.stages import Checkpoint
 from coda_agent.verifier.verify import Verdict
+from coda_agent.verifier.worker import Lost
 
 if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent

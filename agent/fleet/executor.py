@@ -19,7 +19,7 @@ from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.files import ROOT
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.gpu.visible import Gpu, visible_gpus
-from coda_agent.verifier.gpu.worker import Task, Worker
+from coda_agent.verifier.worker import Task, Worker
 
 CPU = "CPU"  # the kind of a slot without a GPU; a GPU slot's kind is the GPU's name
 PACKAGES = ("agent", "comparison", "fused", "primitives", "verifier")  # all that a slot may run
@@ -46,7 +46,7 @@ class Slot(Protocol):
     node: str
 
     def run(self, task: Task, argument: Any, *, patience: float, progress: Progress) -> dict[str, Any]:
-        """Run a task and return its answer, like ``verifier.gpu.worker.Worker.ask``. Raises SlotLost if the
+        """Run a task and return its answer, like ``verifier.worker.Worker.ask``. Raises SlotLost if the
         slot is lost."""
         ...
 

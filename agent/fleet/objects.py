@@ -23,7 +23,7 @@ from coda_agent.agent.fleet.pool import Pool
 from coda_agent.primitives.compiler.jit import import_quack, objects
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gates import Progress, silent
-from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
+from coda_agent.verifier.worker import Lost, Task, WorkerError
 
 NAME = re.compile(r"[0-9a-f]{32,64}\.(o|refused|tried)")  # an object, or a marker file without an object
 PATIENCE = 120.0  # seconds that a slot may take to list, send or receive objects

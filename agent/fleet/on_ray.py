@@ -41,7 +41,7 @@ from coda_agent.agent.fleet.executor import (
 )
 from coda_agent.verifier.gates import Failed, Progress
 from coda_agent.verifier.gpu.visible import Gpu
-from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
+from coda_agent.verifier.worker import Lost, Task, WorkerError
 
 BEAT = 2.0  # seconds between two heartbeats of a slot
 SILENT = 20.0  # seconds without a heartbeat after which a slot counts as lost

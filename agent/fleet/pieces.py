@@ -1,6 +1,6 @@
 """The pieces of work that slots (cores and GPUs) run: examine a source, compile a program, measure a kernel.
 
-Each piece is a task of ``verifier.gpu.worker``: a function that takes plain data and returns JSON. Python
+Each piece is a task of ``verifier.worker``: a function that takes plain data and returns JSON. Python
 that an author wrote runs only in the sandbox, as everywhere in this project.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import by_step
-from coda_agent.verifier.gpu.worker import Worker, report
 from coda_agent.verifier.report import Gate, Rejected
 from coda_agent.verifier.spec.file import of_text
 from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.worker import Worker, report
 
 STAGE = "stage"  # a progress message with this gate name carries a finished stage of a measurement
 

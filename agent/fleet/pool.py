@@ -18,7 +18,7 @@ from typing import Any
 from coda_agent.agent.fleet.executor import CPU, Executor, ExecutorLost, Slot, SlotLost
 from coda_agent.primitives.errors import Absent
 from coda_agent.verifier.gates import Progress, silent
-from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
+from coda_agent.verifier.worker import Lost, Task, WorkerError
 
 TICK = 0.5  # seconds between two reads of the executor's slots
 # seconds to wait for a core or GPU if the fleet has none, for example because nodes are still joining

@@ -76,7 +76,7 @@ class SpecDraft:
     def spec(self, check: bool = False) -> Spec:
         """Load the draft as a spec. If the draft is not a valid spec, raises ScaffoldError, which names a
         line of the user's file."""
-        from coda_agent.verifier.numerics.trial import check_reference
+        from coda_agent.verifier.apart import check_reference
         from coda_agent.verifier.spec.file import SpecError, of_text
         from coda_agent.verifier.spec.model import Spec
 

@@ -31,7 +31,7 @@ class Found(NamedTuple):
 def infer(draft: SpecDraft) -> dict[str, Found]:
     """Return the outputs by name. Raises ScaffoldError, which names a line of the user's file, if the
     reference does not run."""
-    from coda_agent.verifier.numerics.trial import check_reference
+    from coda_agent.verifier.apart import check_reference
     from coda_agent.verifier.spec.model import BadReference
 
     if draft.function.baseline is not None:

@@ -40,9 +40,9 @@ from coda_agent.agent.fleet.pool import Pool
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import SPECS, write_atomic
 from coda_agent.verifier.gates import Progress
-from coda_agent.verifier.gpu.worker import Task, Worker
 from coda_agent.verifier.measure import DEFAULT_ARMS, ROUNDS, MeasureOptions
 from coda_agent.verifier.report import CANDIDATE
+from coda_agent.verifier.worker import Task, Worker
 
 JOINING = 120.0  # limit on the seconds until all GPUs have joined the pool
 STORE = 100 << 20  # bytes of Ray's object store, which this work hardly uses

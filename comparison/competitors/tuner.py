@@ -23,7 +23,7 @@ from typing import Any
 
 from coda_agent.primitives.system.files import cache_dir
 from coda_agent.primitives.system.workers import count as cores
-from coda_agent.verifier.gpu.worker import report
+from coda_agent.verifier.worker import report
 
 PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
 WARM, TIMED = 10, 20  # limits on warm-up and timed calls per schedule; QuACK makes at least 54 and 200

@@ -1,4 +1,4 @@
-"""Time all variants of a layer, interleaved, on the GPU. ``verifier.gpu.worker`` runs ``measure_layer`` as a
+"""Time all variants of a layer, interleaved, on the GPU. ``verifier.worker`` runs ``measure_layer`` as a
 task.
 
 A session times either the forward only, or forward and backward. The session also compares every variant's

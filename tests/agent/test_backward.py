@@ -29,6 +29,7 @@ PAIRS = [
     ("gemm_row_abs_max", None), ("gemm_softcap_cross_entropy", None), ("gemm_swiglu", None),
     ("gemm_swiglu", "act"), ("gemm_swiglu_mlp", None),
 ]  # fmt: skip
+OF = {"gemm_qk_norm_rope": ["q"]}  # no kernel reads the gradient of a head statistic
 
 
 @functools.cache
@@ -37,7 +38,7 @@ def derived(name: str, behind: str | None = None, accumulate: str | None = None)
     text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text()
     program = Program.from_json(text, spec.signature())
     positive = {n for n, t in spec.inputs.items() if t.domain == "positive"}
-    of = [behind] if behind else None
+    of = [behind] if behind else OF.get(name)
     into = [accumulate] if accumulate else []
     found = derive(program, spec.cases[0].sizes, of=of, behind=behind, positive=positive, accumulate=into)
     made = pair(spec, program, found, of, behind)

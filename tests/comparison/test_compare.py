@@ -43,10 +43,10 @@ from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.system.files import SPECS
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
-from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.worker import Lost
 from comparison import arm, session
 
 

@@ -37,8 +37,8 @@ from coda_agent.comparison.options import QUICK_ROUNDS, Choice
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, read, write
 from coda_agent.primitives.system.files import ROOT
 from coda_agent.verifier.baselines.quack import OWN_TUNER
-from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.statistics import ratio
+from coda_agent.verifier.worker import Lost
 from comparison import results as made_up
 
 # matches coordinates, but not colours or identifiers

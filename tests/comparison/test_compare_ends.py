@@ -34,7 +34,7 @@ from coda_agent.comparison.results import LAYER_FORWARD, Results, read, write
 from coda_agent.primitives.system import deadline
 from coda_agent.primitives.system.deadline import Late
 from coda_agent.verifier.baselines.quack import OWN_TUNER
-from coda_agent.verifier.gpu.worker import Lost, WorkerError
+from coda_agent.verifier.worker import Lost, WorkerError
 
 
 @pytest.fixture

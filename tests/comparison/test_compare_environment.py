@@ -22,7 +22,7 @@ from coda_agent.comparison.measuring import ComparisonRequest, measure
 from coda_agent.comparison.results import Results
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.subprocesses import output
-from coda_agent.verifier.gpu.worker import Worker
+from coda_agent.verifier.worker import Worker
 
 pytestmark = pytest.mark.slow
 

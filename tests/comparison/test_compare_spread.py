@@ -22,7 +22,7 @@ from coda_agent.comparison import rows, spread
 from coda_agent.comparison.measuring import OutOfTime
 from coda_agent.comparison.results import Results
 from coda_agent.verifier.gates import Progress, silent
-from coda_agent.verifier.gpu.worker import Task
+from coda_agent.verifier.worker import Task
 
 H100 = "NVIDIA H100 80GB HBM3"
 NAMES = ("gemm_swiglu", "gemm_rope", "gemm_rmsnorm")

@@ -12,7 +12,7 @@ from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import Benchmark, score
 from coda_agent.verifier.gpu.checks import KernelCase, numerics, stability
-from coda_agent.verifier.gpu.worker import Worker
+from coda_agent.verifier.worker import Worker
 
 # No size is a multiple of a tile, and the number of rows is odd. The cheats' comments refer to these sizes.
 SIZES = {"M": 521, "K": 520, "N": 776}

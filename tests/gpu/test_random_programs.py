@@ -21,7 +21,7 @@ from checkout import PYTHONPATH
 from random_programs import Case, account, case, operations, run_case
 
 from coda_agent.primitives.lang.ir import OPERATIONS
-from coda_agent.verifier.gpu.worker import Lost, Worker
+from coda_agent.verifier.worker import Lost, Worker
 
 HERE = Path(__file__).parent
 SECONDS = 150  # limit for one case; compiling takes most of the time

@@ -11,7 +11,7 @@ from coda_agent.comparison.interleaved import machine
 from coda_agent.comparison.results import LAYER_BOTH
 from coda_agent.primitives.target import TARGET
 from coda_agent.verifier.baselines.quack import OWN_TUNER
-from coda_agent.verifier.gpu.worker import Task, Worker
+from coda_agent.verifier.worker import Task, Worker
 
 
 def sat(task: Task, request: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from checkout import PYTHONPATH
 
 from coda_agent.verifier.gpu.checks import clean
-from coda_agent.verifier.gpu.worker import Lost, Worker
+from coda_agent.verifier.worker import Lost, Worker
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from coda_agent.comparison.measuring import ComparisonRequest
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
 from coda_agent.verifier.baselines.quack import OWN_TUNER
 from coda_agent.verifier.gpu.checks import clean
-from coda_agent.verifier.gpu.worker import Lost
+from coda_agent.verifier.worker import Lost
 
 H100 = {"tensor": 8e14, "tensor_fp8": 1.6e15, "memory": 3e12}
 ARMS = (EAGER, COMPILE, LIGER, OWN_TUNER, UPSTREAM, PROGRAM, REFERENCE_ARM)
@@ -52,7 +52,7 @@ def cells(results: Results) -> dict[str, Cell | Empty]:
 
 
 class Machine:
-    """Stands in for ``verifier.gpu.worker.Worker``. ``sat`` records the interpreter and the arms of each
+    """Stands in for ``verifier.worker.Worker``. ``sat`` records the interpreter and the arms of each
     session."""
 
     def __init__(self) -> None:

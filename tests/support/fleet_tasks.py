@@ -10,7 +10,7 @@ from typing import Any
 
 from coda_agent.agent.fleet.pieces import spec_of
 from coda_agent.primitives.system.files import usable_cache, write_atomic
-from coda_agent.verifier.gpu.worker import report
+from coda_agent.verifier.worker import report
 
 
 def kill_seat_once(marker: str) -> dict[str, Any]:

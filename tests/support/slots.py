@@ -8,7 +8,7 @@ from typing import Any
 
 from coda_agent.agent.fleet.executor import CPU, ExecutorLost, SlotLost
 from coda_agent.verifier.gates import Progress
-from coda_agent.verifier.gpu.worker import Task
+from coda_agent.verifier.worker import Task
 
 Act = Callable[[Task, Any, Progress], dict[str, Any]]
 

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.worker import report
+from coda_agent.verifier.worker import report
 
 
 def double(number: int) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from coda_agent.verifier.baselines.quack import MATMUL
 from coda_agent.verifier.gates import Failed, Progress, silent
 from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Benchmark, faults, score
 from coda_agent.verifier.gpu.checks import KernelCase, clean, numerics, stability, tune
-from coda_agent.verifier.gpu.worker import Lost
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import MeasureOptions, measure
@@ -35,6 +34,7 @@ from coda_agent.verifier.numerics.inputs import EVERY
 from coda_agent.verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import Interval, ratio
+from coda_agent.verifier.worker import Lost
 
 SCHEDULE = {"tile_m": 128, "tile_n": 192, "pingpong": True}
 TUNED = {"schedules": {"0": SCHEDULE}, "finalists": {}, "seconds": 1.0, "seeds": {"tuning": 1}}
@@ -42,7 +42,7 @@ Answer = Callable[[Any], dict[str, Any]]
 
 
 class Workers:
-    """A stand-in for ``verifier.gpu.worker.Worker`` that records the tasks of each worker."""
+    """A stand-in for ``verifier.worker.Worker`` that records the tasks of each worker."""
 
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []

@@ -39,6 +39,7 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
     made = Cards()
     monkeypatch.setattr(stages, "Worker", made)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("coda_agent.verifier.gpu.visible.DEVICES", ("/",))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("coda_agent.verifier.gpu.telemetry.card", lambda: made.card)
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))

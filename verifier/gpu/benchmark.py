@@ -23,8 +23,8 @@ from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.checks import InputDraw, KernelCase, poisoned_run, untouched
 from coda_agent.verifier.gpu.fingerprint import Fingerprints, overwrite, words
-from coda_agent.verifier.gpu.worker import report
 from coda_agent.verifier.report import CANDIDATE, Config, QuackTuned
+from coda_agent.verifier.worker import report
 
 if TYPE_CHECKING:
     import torch

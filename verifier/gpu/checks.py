@@ -19,8 +19,8 @@ from coda_agent.verifier.gates import Failed, judge
 from coda_agent.verifier.gpu import guards
 from coda_agent.verifier.gpu.fingerprint import Fingerprints
 from coda_agent.verifier.gpu.guards import POISONS, Guarded
-from coda_agent.verifier.gpu.worker import report
 from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.worker import report
 
 if TYPE_CHECKING:
     import torch

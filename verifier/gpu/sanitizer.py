@@ -12,7 +12,7 @@ from typing import Any
 from coda_agent.primitives.errors import Absent
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.checks import KernelCase, launch
-from coda_agent.verifier.gpu.worker import SAID, Task, Worker, cuda_error
+from coda_agent.verifier.worker import SAID, Task, Worker, cuda_error
 
 TOOLS = ("memcheck", "racecheck")
 PATIENCE = 500.0  # seconds; instrumentation makes a kernel up to a hundred times slower

@@ -7,6 +7,18 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver on Linux, and under Windows (WSL)
+
+
+def usable() -> bool:
+    """Whether this process can use a GPU through PyTorch. Without a driver, PyTorch is not imported, because
+    its import takes seconds."""
+    if not any(map(os.path.exists, DEVICES)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -20,12 +20,13 @@ USUAL_REACH = 16.0
 # still fit in fp32, and a later factor in the program may bring the products back to a usual size.
 FAR = 60.0
 # the family "ends" replaces this fraction of a tensor's values by zero (if legal), and the same fraction by
-# each end of the domain
+# each end of the domain and of the typical values
 ZEROS = 1 / 16
 NEAR = 2.0**24  # an end of the domain beyond this magnitude is not used as a value
-# In the family "ends", a scalar has 2 to 4 possible values: its scaled value, zero, and the ends of the
-# domain. Over this many consecutive seeds, the scalar takes each of these values equally often.
-TURNS = 12
+# In the family "ends", a scalar has 2 to 6 possible values: its scaled value, zero, and the ends of the
+# domain and of its typical values. Over this many consecutive seeds, the scalar takes each of these values
+# equally often.
+TURNS = 60
 
 
 class Typical(NamedTuple):
@@ -72,8 +73,9 @@ def _mixed(of: Typical) -> Tensor:
 
 def _ends(of: Typical) -> Tensor:
     """Scale each value of a vector, and each row of a matrix, by its own factor. Replace some values by an
-    end of the domain, or by zero. A scalar has only one value, so consecutive seeds take turns: an end, zero,
-    the scaled value. Draw integers at small and large distances from the low end, and some at an end."""
+    end of the domain or of the typical values, or by zero. A scalar has only one value, so consecutive seeds
+    take turns: an end, zero, the scaled value. Draw integers at small and large distances from the low end,
+    and some at an end."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1
@@ -84,7 +86,8 @@ def _ends(of: Typical) -> Tensor:
     spread = of.reach if of.values.dim() < 2 else of.reach / 4
     factors = torch.exp2(_drawn(of, shape, -spread, spread)) * _drawn(of, shape, -1.0, 1.0).sign()
     values = of.values * factors.reshape([*shape, *[1] * (of.values.dim() - len(shape))])
-    ends = [e for e in dict.fromkeys((of.low, of.high, 0.0)) if abs(e) <= NEAR and of.low <= e <= of.high]
+    every = dict.fromkeys((of.low, of.high, 0.0, *(of.init.uniform or ())))
+    ends = [end for end in every if abs(end) <= NEAR and of.low <= end <= of.high]
     if not shape:
         turn = of.seed % (len(ends) + 1)
         return torch.full_like(values, ends[turn]) if turn < len(ends) else values

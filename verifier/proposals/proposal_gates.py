@@ -18,12 +18,12 @@ from coda_agent.primitives.raw.error import RawError
 from coda_agent.verifier import verify
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from coda_agent.verifier.gpu.checks import KernelCase, poisoned_run, stability
-from coda_agent.verifier.gpu.worker import Worker, report
 from coda_agent.verifier.proposals.proposal import SIZES, Proposal
 from coda_agent.verifier.proposals.proposal_points import FAMILIES, draw, errors_of
 from coda_agent.verifier.report import Checked, Measured, Measurement
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.stages import PATIENCE
+from coda_agent.verifier.worker import Worker, report
 
 if TYPE_CHECKING:
     import torch

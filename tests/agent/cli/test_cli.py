@@ -310,6 +310,7 @@ def test_help_names_every_command(command: Command) -> None:
 
 def test_a_gpu_of_another_kind_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("coda_agent.verifier.gpu.visible.DEVICES", ("/",))
     for capability, used in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda c=capability: c)
         assert setup.use_gpu(None) is used

@@ -170,6 +170,7 @@ def test_generate_with_a_gpu(
         return measured(spec, kernel.program)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("coda_agent.verifier.gpu.visible.DEVICES", ("/",))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     directory = answered(tmp_path / "handoff", fenced(TOY_KERNEL))

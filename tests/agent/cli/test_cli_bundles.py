@@ -21,9 +21,9 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import Progress
 from coda_agent.verifier.gpu.visible import Gpu
-from coda_agent.verifier.gpu.worker import Task
 from coda_agent.verifier.report import Measured
 from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.worker import Task
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 

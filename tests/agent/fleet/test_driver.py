@@ -33,9 +33,9 @@ from coda_agent.agent.run.view import RunView
 from coda_agent.agent.storage.journal import glance
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import Progress, silent
-from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.measure import MeasureOptions
 from coda_agent.verifier.report import Measured, Rejected, Unmeasured
+from coda_agent.verifier.worker import Lost, Task, WorkerError
 
 H100 = "NVIDIA H100 80GB HBM3"
 BAD = Unmeasured(reason="equal arms differ", evidence={"controls": [{"faults": ["equal arms differ"]}]})

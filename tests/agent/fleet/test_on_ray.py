@@ -24,7 +24,7 @@ from coda_agent.agent.fleet.objects import run_shared
 from coda_agent.agent.fleet.on_ray import OnRay
 from coda_agent.agent.fleet.pool import Pool
 from coda_agent.verifier.gates import silent
-from coda_agent.verifier.gpu.worker import Lost
+from coda_agent.verifier.worker import Lost
 
 pytestmark = pytest.mark.slow
 PATIENCE = 120.0  # seconds for a process to start on a busy machine

@@ -21,7 +21,7 @@ from coda_agent.agent.fleet import pool as pools
 from coda_agent.agent.fleet.local import Local
 from coda_agent.agent.fleet.pool import GivenUp, Pool, Suspect
 from coda_agent.verifier.gates import Progress
-from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
+from coda_agent.verifier.worker import Lost, Task, WorkerError
 
 Events = list[tuple[str, dict[str, Any]]]
 

@@ -43,11 +43,11 @@ from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.files import cache_dir
-from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.numerics import cpu_numerics
 from coda_agent.verifier.report import Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.stages import Checkpoint
+from coda_agent.verifier.worker import Worker
 
 pytestmark = pytest.mark.slow
 

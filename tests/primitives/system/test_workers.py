@@ -16,7 +16,7 @@ from checkout import PYTHONPATH, ROOT
 from waiting import eventually
 
 from coda_agent.primitives.system import subprocesses, workers
-from coda_agent.verifier.gpu.worker import Worker
+from coda_agent.verifier.worker import Worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_workers")]
 

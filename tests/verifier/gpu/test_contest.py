@@ -28,7 +28,7 @@ from coda_agent.primitives.system.workers import Job
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu import benchmark
-from coda_agent.verifier.gpu.worker import cuda_error
+from coda_agent.verifier.worker import cuda_error
 
 
 class Toy(Stage):

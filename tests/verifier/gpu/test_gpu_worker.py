@@ -17,10 +17,10 @@ import worker_tasks as tasks
 from checkout import PYTHONPATH
 
 from coda_agent.primitives.errors import Absent
+from coda_agent.verifier import worker as gpu
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu import worker as gpu
 from coda_agent.verifier.gpu.sanitizer import errors
-from coda_agent.verifier.gpu.worker import Lost, Worker, WorkerError
+from coda_agent.verifier.worker import Lost, Worker, WorkerError
 
 PATIENCE = 60.0  # seconds; a worker first has to import PyTorch
 
@@ -146,7 +146,7 @@ def test_a_library_that_does_not_load_ahead_costs_no_worker(
 
 def test_a_worker_ends_with_its_asker() -> None:
     code = (
-        "import worker_tasks as tasks, os; from coda_agent.verifier.gpu.worker import Worker; w = Worker();"
+        "import worker_tasks as tasks, os; from coda_agent.verifier.worker import Worker; w = Worker();"
         "print(w.ask(tasks.double, 1, patience=60.0)['process'], flush=True);"
         "w.ask(tasks.hang, None, patience=600.0)"
     )

@@ -116,8 +116,9 @@ def test_a_scalar_takes_its_ends_by_turns(tmp_path: Path) -> None:
         spec = toy(tmp_path, domain, shape="[]")
         return [float(draw(spec, {"M": 4, "K": 8, "N": 8}, s, family="ends")["v"]) for s in range(TURNS)]
 
-    assert values("finite").count(0.0) == TURNS / 2
-    for domain, ends in {"[-1, 2]": (-1.0, 2.0, 0.0), "[0, 2]": (0.0, 2.0)}.items():
+    # without a domain: zero, the ends of init (0.5 and 1.5), and a scaled value
+    assert [values("finite").count(end) for end in (0.0, 0.5, 1.5)] == [TURNS / 4] * 3
+    for domain, ends in {"[-1, 2]": (-1.0, 2.0, 0.0, 0.5, 1.5), "[0, 2]": (0.0, 2.0, 0.5, 1.5)}.items():
         narrow = values(domain)  # scaled values may be clamped to an end, and then count, too
         assert min(narrow.count(end) for end in ends) >= TURNS / (len(ends) + 1)
 

@@ -33,7 +33,7 @@ from coda_agent.verifier.gates import Failed, Progress, silent
 
 Task = Callable[[Any], dict[str, Any]]  # a top-level function of a module; it returns JSON data
 
-ROOT = str(Path(__file__).absolute().parents[3])  # the folder that contains our packages
+ROOT = str(Path(__file__).absolute().parents[2])  # the folder that contains our packages
 SAID = 2000  # how many characters of a lost worker's last output to keep
 _CUDA_ERROR = re.compile(r"cuda\w*[ _](?:driver )?error|cudaError|CUDA_ERROR", re.IGNORECASE)
 _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misaligned", re.IGNORECASE)
@@ -56,7 +56,8 @@ class Worker:
     ``wrapper``: a command to run the process under, such as compute-sanitizer. ``ahead``: modules to import
     before the first task. ``python``: the interpreter, by default this process's. An interpreter of another
     environment does not get this process's PYTHONPATH, because PYTHONPATH would override the environment's
-    own packages. ``env``: the worker's environment variables, by default those of this process.
+    own packages. ``env``: the worker's environment variables, by default those of this process. ``name``:
+    what messages call the worker.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class Worker:
         ahead: Sequence[str] = (),
         python: str = sys.executable,
         env: Mapping[str, str] | None = None,
+        name: str = "the GPU worker",
     ):
+        self.name = name  # for messages
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process is)
         self._process = subprocesses.start(
-            [*wrapper, python, "-m", "coda_agent.verifier.gpu.worker", *ahead],
+            [*wrapper, python, "-m", "coda_agent.verifier.worker", *ahead],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
@@ -101,17 +104,17 @@ class Worker:
                     progress(gate, words)
                 case {"answer": dict(answer)}:
                     return answer
-                case {"failed": {"code": code, "message": message, "evidence": evidence}}:
-                    raise Failed(code, message, **evidence)
+                case {"failed": {"code": code, "message": message, "line": line, "evidence": evidence}}:
+                    raise Failed(code, message, line, **evidence)
                 case {"lost": [str(code), str(message)]}:
                     self.close()
                     raise Lost(code, message)
                 case {"bug": str(trace)}:
                     self.close()
-                    raise WorkerError(f"a task of the GPU worker failed:\n{trace}")
+                    raise WorkerError(f"a task of {self.name} failed:\n{trace}")
                 case other:
                     self.close()
-                    raise WorkerError(f"the GPU worker said {str(other)[:200]!r}, which is not an answer")
+                    raise WorkerError(f"{self.name} said {str(other)[:200]!r}, which is not an answer")
 
     @property
     def alive(self) -> bool:
@@ -134,7 +137,7 @@ class Worker:
             return self._process.wait(limit - time.monotonic())
         except subprocess.TimeoutExpired:
             deadline.check(limit)
-            raise Lost("hung", f"the GPU worker did not end within {patience:g} s") from None
+            raise Lost("hung", f"{self.name} did not end within {patience:g} s") from None
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +158,7 @@ class Worker:
             if left <= 0 or not poll.poll(left * 1000):
                 self.close()
                 deadline.check(limit)
-                raise Lost("hung", f"the GPU worker was silent for {patience:g} s: a kernel does not finish")
+                raise Lost("hung", f"{self.name} was silent for {patience:g} s: a kernel does not finish")
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:
                 raise self._death()
@@ -167,7 +170,7 @@ class Worker:
         how = subprocesses.how(self._process.wait())
         said = self._said(SAID)
         self.close()
-        return Lost("crashed", f"the GPU worker died ({how}): {said or 'it said nothing'}")
+        return Lost("crashed", f"{self.name} died ({how}): {said or 'it said nothing'}")
 
     def _stillborn(self) -> WorkerError:
         said = self._said(SAID)
@@ -223,7 +226,7 @@ def _outcome(task: Task, argument: Any) -> dict[str, Any]:
     try:
         return {"answer": task(argument)}
     except Failed as failed:
-        return {"failed": {"code": failed.code, "message": failed.message, "evidence": failed.evidence}}
+        return {"failed": {k: getattr(failed, k) for k in ("code", "message", "line", "evidence")}}
     except Exception as error:
         words = str(error)
         # torch's class, compared by name because not every task imports torch
@@ -238,7 +241,7 @@ def _outcome(task: Task, argument: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from coda_agent.verifier.gpu.worker import (
+    from coda_agent.verifier.worker import (
         # imported by name, because tasks report through the imported module and not through __main__
         _serve as serve,
     )

@@ -1,0 +1,11 @@
+"""Half of the width twice."""
+
+from primitives import gemm, head_sums, join, kernel, pairs, per_head, rope, rsqrt
+
+
+@kernel
+def honest(x, w, gamma, positions, inv_freq, eps, P):
+    t = gemm(x, w.mT)
+    rstd = rsqrt(head_sums(t * t, P + P) / P / 2 + eps)
+    even, odd = pairs(t * per_head(rstd) * per_head(gamma))
+    return {"q": rope(join(even, odd), positions, inv_freq), "rstd": rstd}
