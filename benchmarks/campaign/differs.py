@@ -20,6 +20,7 @@ from coda_agent.verifier.spec.model import Spec
 
 AIMED = 24  # limit on the draws that aim at the thresholds in a mutant's conditions
 INTEGERS = ("integers", "offsets")  # forms of init for inputs that are indices or row offsets
+HIDDEN = 1e-4  # on inputs drawn by the spec's init, a difference by this share of an output's RMS counts
 STEPS = 4  # a draw is rescaled at most this many times to come near a threshold
 
 
@@ -36,12 +37,21 @@ class CampaignDraw:
     def differs(self, program: Program) -> bool:
         """Whether a program's outputs fail the error gate on this draw."""
         found = fp64.outputs(program, self.draw.inputs, self.draw.sizes)
+        if "init" in self.draw.name and any(map(self._hidden, found.items())):
+            return True
         got = {}
         for name, output in self.spec.outputs.items():
             # The truth replaces the output where the truth is not finite, because such values prove nothing.
             truth = self.truth[name]
             got[name] = torch.where(truth.isfinite(), found[name], truth).to(DTYPES[output.dtype])
         return any(not e.passed for e in error_gate.compare(self.spec, got, self.truth, self.yard))
+
+    def _hidden(self, output: tuple[str, Tensor]) -> bool:
+        """Whether an output differs from the truth by more than HIDDEN of its RMS."""
+        name, found = output
+        truth = self.truth[name]
+        finite = truth.isfinite()
+        return float((found - truth)[finite].norm()) > HIDDEN * float(truth[finite].norm())
 
 
 class Judge:

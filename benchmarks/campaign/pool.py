@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -49,8 +51,9 @@ def _several(tasks: tuple[CampaignTask, ...]) -> list[Result]:
 
 
 def _alone() -> None:
-    """Use one thread, and let the parent process handle interrupts."""
+    """Use one thread and a cache of its own, and let the parent process handle interrupts."""
     import torch
 
+    os.environ |= {"OMP_NUM_THREADS": "1", "CODA_AGENT_CACHE": tempfile.mkdtemp(prefix="coda-campaign-")}
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

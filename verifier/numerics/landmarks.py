@@ -32,8 +32,8 @@ ROUND = sorted({2.0**k for k in range(-20, 21)} | {10.0**k for k in range(-12, 7
 WITHIN = 2.0**10  # round numbers are tried within this factor of an input's typical magnitude
 SAMPLES = 1024  # number of values at which subexpressions are computed, on a grid and in octaves each
 PER_NODE = 8  # the most values that one subexpression gives
-MOST = 64  # the most runs for one input
-AT_ONCE = 12  # values that a vector or matrix takes in one run; a scalar takes one
+MOST = 24  # the most zeros of subexpressions to try for one input, each in a run of its own
+AT_ONCE = 12  # round numbers that a vector or matrix takes in one run; a scalar takes one
 ALIKE = 1e-12  # relative difference up to which two values of a subexpression are alike
 STEPS = 64  # halvings of an interval
 # operations that only arrange values
@@ -79,10 +79,14 @@ def places(spec: Spec, program: Program, seed: int) -> Iterator[At]:
         zeros = roots(spec, program, name, largest, others, random)
         numbers = _numbers(tensor, small)
         legal_here = [z for z in zeros if _inside(tensor, small, z)]
-        every[name] = (*legal_here, *random.sample(numbers, len(numbers)))
+        # values of like magnitude, because the gate judges small values beside large ones
+        numbers.sort(key=abs)
         at_once = AT_ONCE if tensor.shape else 1
-        for start in range(0, min(len(every[name]), MOST * at_once), at_once):
-            yield At(small, {name: every[name][start : start + at_once]})
+        chunks: list[tuple[float, ...]] = [(z,) for z in legal_here[:MOST]]
+        chunks += [tuple(numbers[i : i + at_once]) for i in range(0, len(numbers), at_once)]
+        for chunk in chunks:
+            yield At(small, {name: chunk})
+        every[name] = tuple(random.sample([*legal_here, *numbers], min(AT_ONCE, len(legal_here + numbers))))
         if far := [z for z in zeros if z not in legal_here]:
             for sizes in stretched(spec, random.getrandbits(48)):
                 if reached := tuple(z for z in far if _inside(tensor, sizes, z)):

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from random import Random
 
 from benchmarks.campaign.graph import Graph, Skip
-from benchmarks.campaign.mutations import clamps, conditions, operands, sizes, terms
+from benchmarks.campaign.mutations import clamps, conditions, landmarks, operands, sizes, terms
 from benchmarks.campaign.mutations.site import Edit, Site
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.spec.model import Spec
 
-KINDS: dict[str, Edit] = clamps.KINDS | terms.KINDS | conditions.KINDS | sizes.KINDS | operands.KINDS
+KINDS: dict[str, Edit] = (
+    clamps.KINDS | terms.KINDS | conditions.KINDS | sizes.KINDS | operands.KINDS | landmarks.KINDS
+)
 TRIES = 40  # attempts before a kind counts as not applicable
 
 

@@ -246,17 +246,17 @@ def scaled_to(family: str, scale: float) -> InputSettings:
     return Scaled({"M": 24, "D": 16, "F": 16}, family, 0)
 
 
-@pytest.mark.parametrize(("family", "left"), [("faint", {"y"}), ("tiny", set())])
+@pytest.mark.parametrize("family", ["faint", "tiny"])
 @pytest.mark.parametrize("scale", [2.0**-40, 0.0])
 def test_a_truth_that_is_zero_by_cancellation_alone_is_not_judged(
-    tmp_path: Path, family: str, left: set[str], scale: float
+    tmp_path: Path, family: str, scale: float
 ) -> None:
     """For z below 1e-8, fp64 gives zero for z - tanh(z), although the exact value is about z**3 / 3. If z
     itself is zero, the exact value is zero too."""
     spec = activation(tmp_path, "z - tanh(z)")
     compared = Comparison.of(spec, scaled_to(family, scale))
     assert not compared.truth["y"].any()
-    assert compared.undefined.keys() == (left if scale else set())
+    assert compared.undefined.keys() == ({"y"} if scale else set())
 
 
 def test_what_cancels_in_fp64_may_leave_what_fp32_does_and_no_more(tmp_path: Path) -> None:
@@ -309,5 +309,5 @@ def test_a_loss_over_a_single_word_is_zero_up_to_rounding(tmp_path: Path) -> Non
         run = InputSettings({"M": 40, "D": 24, "V": 1}, family, 3)
         assert not Comparison.of(spec, run).truth["loss"].any()
         assert faults(spec, SMOOTHED_KERNEL, run) == {STORED: set(), "not rounded": set()}
-        more = SMOOTHED_KERNEL.replace("z.columns}", "z.columns + 1e-5}")
+        more = SMOOTHED_KERNEL.replace("z.columns}", "z.columns + 1e-3}")
         assert faults(spec, more, run)[STORED] == {"loss"}
