@@ -3,6 +3,7 @@ value of an input, factors of two sizes, and factors that 16 bits hide."""
 
 from __future__ import annotations
 
+from benchmarks.campaign.graph import Skip
 from benchmarks.campaign.mutations.site import Edit, Site
 from coda_agent.primitives.lang.dims import Dim
 
@@ -21,7 +22,10 @@ def other_ratio(site: Site) -> str:
     """Replace a size that contains static dims by a multiple of another dim, right in one case."""
     index, size = _static(site)
     case = site.case()
-    other = site.random.choice([d for d in site.spec.static if d not in size.names] or list(site.spec.static))
+    others = [d for d in site.spec.static if d not in size.names]
+    if not others:
+        raise Skip("it has no other static dim")
+    other = site.random.choice(others)
     factor = size(case) / case[other]
     replaced = site.add("multiply", site.graph.dim(Dim.parse(other)), float(factor))
     site.graph.replace(index, replaced)
@@ -67,7 +71,7 @@ def two_sizes(site: Site) -> str:
     case = max((c.sizes for c in site.spec.cases), key=lambda sizes: sum(sizes.values()))
     free = [d for d in site.spec.dims if d not in site.spec.static]
     if len(free) < 2:
-        return literal(site)
+        raise Skip("it has fewer than two dims that are not static")
     one, other = site.random.sample(free, 2)
     scale = case[one] * case[other] / site.random.choice((1.0, 2.0, 4.0))
     size = site.add("multiply", site.graph.dim(Dim.parse(one)), site.graph.dim(Dim.parse(other)))
