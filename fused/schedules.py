@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from math import log2
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
@@ -107,10 +107,14 @@ def _own_tables() -> Path:
     return cache_dir() / "schedules"
 
 
-def _rows(path: Path) -> Iterator[TunedStep]:
-    for row in read_json(path) or ():
+def _rows(path: Path) -> list[TunedStep]:
+    """A table's rows; none if the file is damaged."""
+
+    def step(row: Any) -> TunedStep:
         schedule = Schedule.from_json(row["schedule"])
-        yield TunedStep(row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), schedule)
+        return TunedStep(row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), schedule)
+
+    return read_json(path, lambda rows: [step(row) for row in rows]) or []
 
 
 def _reports() -> Iterator[TunedStep]:

@@ -70,7 +70,7 @@ def load_module(lowered: Lowered) -> ModuleType:
         if lowered.edited:
             raise ValueError(f"{lowered.module} is raw CuTeDSL: nothing imports it but a confined compiler")
         path = cache_dir() / "lowered" / f"{lowered.module}.py"
-        if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
+        if not path.exists() or path.read_bytes() != lowered.text.encode():
             write_atomic(path, lowered.text)
         return import_file(lowered.module, path)
 

@@ -88,7 +88,13 @@ def report(
         [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
     )
     request = kernel.to_json() | {"sizes": static, "schedules": tried}
-    rows = cached_json("resources", key, lambda: _run_child(json.dumps(request)))
+    return cached_json("resources", key, lambda: _run_child(json.dumps(request)), _as_resources)
+
+
+def _as_resources(rows: list[dict[str, Any]]) -> tuple[Resources, ...]:
+    """Each kernel's resources. Raises ValueError if there are none."""
+    if not rows:
+        raise ValueError("no kernel")
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
 
 

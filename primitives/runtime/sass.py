@@ -127,9 +127,12 @@ def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing
     own = kernel.program._replace(schedule={}).hash
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
     request = kernel.to_json() | {"sizes": static, "schedules": chosen}
-    rows = cached_json("sass", key, lambda: _run_child(json.dumps(request)))
     text = lowered.text.splitlines()
-    return tuple(_listing(row, text) for row in rows)
+
+    def listings(rows: list[dict[str, Any]]) -> tuple[Listing, ...]:
+        return tuple(_listing(row, text) for row in rows)
+
+    return cached_json("sass", key, lambda: _run_child(json.dumps(request)), listings)
 
 
 def _listing(row: dict[str, Any], text: list[str]) -> Listing:

@@ -263,8 +263,9 @@ def cached(
     """Return the cached result of ``tuned_schedules``, or None if nothing is cached. For edited code with
     ``known`` schedules, also return None if a cached schedule is not a known schedule, because an earlier
     tuning may have timed other schedules."""
-    record = read_json(cache_path(kernel, sizes))
-    chosen = by_step(record["schedules"]) if record else None
+    chosen: dict[int, Schedule] | None = read_json(
+        cache_path(kernel, sizes), lambda record: by_step(record["schedules"])
+    )
     if chosen and kernel.edited and known:
         tried = chosen.keys() - kernel.fixed.keys()
         return chosen if all(chosen[step] in known.get(step, ()) for step in tried) else None
@@ -274,9 +275,12 @@ def cached(
 def finalists(kernel: KernelSource, sizes: Mapping[str, int]) -> dict[int, list[Schedule]]:
     """The schedules in the last round of a cached tuning, by step, fastest first. The result is empty if no
     tuning is cached."""
-    record = read_json(cache_path(kernel, sizes)) or {"milliseconds": {}}
-    raced = record["milliseconds"].items()
-    return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
+
+    def by_step(record: Any) -> dict[int, list[Schedule]]:
+        raced = record["milliseconds"].items()
+        return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
+
+    return read_json(cache_path(kernel, sizes), by_step) or {}
 
 
 def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:

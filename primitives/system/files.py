@@ -9,8 +9,9 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]  # the checkout, or the installed package
 SPECS, KERNELS = ROOT / "specs", ROOT / "generated_kernels"
 
@@ -48,23 +49,28 @@ def parse(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file of the cache. Return None if the file is missing or damaged."""
+def read_json(path: Path, read: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Parse a JSON file of the cache, and convert the value by ``read``. Return None if the file is missing
+    or damaged, which includes a value that ``read`` cannot convert."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return read(parse(content))
+    except Exception:  # a value of another form can raise anything
         return None
 
 
-def cached_json(kind: str, key: str, make: Callable[[], str]) -> Any:
-    """Return the cached JSON value of this kind and key. If the value is missing or damaged, compute it with
-    ``make`` and cache it. Raises CacheError, and the exceptions of ``make``."""
+def cached_json(kind: str, key: str, make: Callable[[], str], read: Callable[[Any], T]) -> T:
+    """Return the cached JSON value of this kind and key, converted by ``read``. If the value is missing or
+    damaged, compute it with ``make`` and cache it. Raises CacheError, and the exceptions of ``make``."""
     path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    found = read_json(path)
+    found: T | None = read_json(path, read)
     if found is None:
         made = make()
         write_atomic(path, made)
-        found = json.loads(made)
+        found = read(json.loads(made))
     return found
 
 

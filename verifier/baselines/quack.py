@@ -160,9 +160,7 @@ def tuned_calls(
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
     first = every[0]
     path = _cache_path(spec, sizes, arm, first)
-    if kept := read_json(path):
-        ranked = _from_json(kept)
-    else:
+    if (ranked := read_json(path, _from_json)) is None:
         ranked = _ranked(spec, sizes, arm, first, _again(arm, known))
         write_atomic(path, json.dumps(_to_json(ranked)))
     if arm == MATMUL:  # nobody reads the results, so all sets of inputs share the outputs

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from authoring import resources
 from checkout import ROOT
 from kernels import ACCUMULATE, BACKWARD, EXAMPLES, NORM, QK_NORM, signature, source, tensor, trace
 
@@ -496,13 +498,13 @@ def test_an_output_cannot_bear_an_inputs_name() -> None:
 
 @pytest.fixture
 def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace the compiler's child process by a function that returns no reports. Return the list of requests
-    that the function receives."""
+    """Replace the compiler's child process by a function that returns an invented report. Return the list of
+    requests that the function receives."""
     asked: list[str] = []
 
     def child(request: str) -> str:
         asked.append(request)
-        return "[]"
+        return json.dumps([asdict(resource) for resource in resources()])
 
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("coda_agent.primitives.runtime.compile._run_child", child)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from authoring import resources
 from checkout import ROOT
 from commanding import Command
 from kernels import NORM
 
+from coda_agent.primitives.compiler.jit import load_module
 from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.runtime import compile as compiling
 from coda_agent.primitives.runtime.compile import report
@@ -53,22 +58,38 @@ def test_a_cache_without_permission_is_named(tmp_path: Path, monkeypatch: pytest
         usable_cache()
 
 
-def test_a_damaged_report_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"null", b'[1, {"a": 3}]', b'[{"kernel"', b'[{"kernel": 1}]', b"\xff\xfe\x00"],
+)
+def test_a_damaged_report_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     asked: list[str] = []
 
     def compiled(request: str) -> str:
         asked.append(request)
-        return "[]"
+        return json.dumps([asdict(resource) for resource in resources()])
 
     monkeypatch.setattr(compiling, "_run_child", compiled)
-    report(KernelSource(NORM.program), {}, PROBES[:1])
-    (kept,) = (tmp_path / "resources").iterdir()
-    kept.write_text('[{"kernel"')
-    assert read_json(kept) is None
     kernel = KernelSource(NORM.program)
-    assert report(kernel, {}, PROBES[:1]) == report(kernel, {}, PROBES[:1]) == ()
-    assert len(asked) == 2 and kept.read_text() == "[]"
+    first = report(kernel, {}, PROBES[:1])
+    (kept,) = (tmp_path / "resources").iterdir()
+    kept.write_bytes(content)
+    assert report(kernel, {}, PROBES[:1]) == report(kernel, {}, PROBES[:1]) == first
+    assert len(asked) == 2 and read_json(kept) == json.loads(compiled(""))
+
+
+def test_a_damaged_lowered_text_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    lowered = lower(NORM.program)
+    path = tmp_path / "lowered" / f"{lowered.module}.py"
+    path.parent.mkdir()
+    path.write_bytes(b"\xff\xfe\x00")
+    monkeypatch.delitem(sys.modules, lowered.module, raising=False)
+    load_module(lowered)
+    assert path.read_text(encoding="utf-8") == lowered.text
 
 
 @pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
