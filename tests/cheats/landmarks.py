@@ -128,6 +128,11 @@ SIZES = (
         f"1 + ({fourth('t.rows / 20000')} - 1) * ({fourth('t.columns / 3000')} - 1)",
         TOGETHER,
     ),
+    alpha(
+        "a product of a column's number and a size",
+        fourth("column_index(t) * t.rows / 5e8"),
+        TOGETHER,
+    ),
     alpha("a mean of two sizes", fourth("2 / (1e5 / t.rows + 1e5 / t.columns)"), TOGETHER),
     eps(
         "an eps by two sizes",

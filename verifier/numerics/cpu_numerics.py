@@ -56,6 +56,9 @@ FORMULA = 1e-5
 # a form that cancels there, is less exact in the others.
 TYPICAL = ("normal", "positive", "outliers", "low_rank")
 KNOWN = (*FAMILIES, *ON_CPU, *BEYOND)  # every family
+# families that run in turn at long extents if the program computes with sizes: a size may act on an eps, or
+# with a large value
+SIZED = ("tiny", "loud", "zeros", "ends")
 FEW_DIMS = 48  # largest extent in most runs of stretched families; most mistakes show at any size
 
 
@@ -92,10 +95,11 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
     the typical values) runs at several hidden sizes. The family "normal" also runs at each case's sizes
     scaled down. If the program computes with sizes or column numbers, every family runs at the scaled sizes.
     In addition, the family "normal" runs at the fixed small sizes, at each extent that a dim has in a case
-    (with "tiny" or "zeros" too, if the program computes with sizes), at extents between these, and once with
-    all dims long. If an extent between these is below ``FEW``, the
-    family "integers" replaces "normal". The family "integers" also runs once with a single row. With few
-    values, statistics say little, but most results on integers are exact.
+    (with one of ``SIZED`` too, if the program computes with sizes), at extents between these, and once with
+    all dims long. If an extent between these is below ``FEW``, the family "integers" replaces "normal". The
+    family "integers" also runs once with a single row. With few values, statistics say little, but most
+    results on integers are exact. Finally, inputs that depend on each other, and ``landmarks``, run at small
+    sizes.
     """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
@@ -112,7 +116,7 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[InputSettings]:
         for family in (*FAMILIES, *STRETCHED, *ON_CPU) if sized else ("normal",):
             yield InputSettings(sizes, family, fresh(), long=True)
     for turn, sizes in enumerate(stretched(spec, fresh())):
-        for family in ("normal", ("tiny", "zeros")[turn % 2]) if sized else ("normal",):
+        for family in ("normal", SIZED[turn % len(SIZED)]) if sized else ("normal",):
             yield InputSettings(sizes, family, fresh(), long=True)
     for sizes in together(spec, fresh()):
         yield InputSettings(sizes, "normal", fresh())

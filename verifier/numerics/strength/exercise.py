@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations, product
 from random import Random
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -116,8 +116,12 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
     sizes = hidden(spec, seed, LARGEST)
     every = [draw(spec, sizes, seed, family=family) for family in ("normal", "tiny", "zeros") if dims]
 
-    def outputs(inputs: Mapping[str, Tensor], at: Mapping[Dim, float]) -> list[Tensor]:
+    numbered = {i: program.types()[i].shape[1] for i, n in enumerate(program.nodes) if n.op == "column_index"}
+
+    def outputs(inputs: Mapping[str, Tensor], at: Mapping[Size, float]) -> list[Tensor]:
         def resized(index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
+            if index in numbered:
+                return value * at.get(COLUMNS, 1.0)
             return torch.full_like(value, at[sized[index]]) if index in sized else value
 
         return list(interpret(program, inputs, resized, sizes, wide=torch.float64).values())
@@ -126,10 +130,16 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
         for drawn in every:
             deadline.check()
             _near(partial(outputs, drawn), set(sized.values()), case)
-            _together(partial(outputs, drawn), set(sized.values()), case)
+            usual: dict[Size, float] = {size: size.value(case.sizes) for size in sized.values()}
+            for width in numbered.values():
+                usual[COLUMNS] = width.value(case.sizes) / width(sizes)
+            names = {name for width in numbered.values() for name in width.names}
+            _together(partial(outputs, drawn), usual, names, case)
 
 
-Resized = Callable[[Mapping[Dim, float]], list[Tensor]]  # the outputs on the same tensors with other sizes
+COLUMNS: Final = "column_index"  # the factor by which column numbers are larger than those of the tensors
+Size = Dim | Literal["column_index"]
+Resized = Callable[[Mapping[Size, float]], list[Tensor]]  # the outputs on the same tensors with other sizes
 
 
 def _near(outputs: Resized, sizes: Collection[Dim], case: Case) -> None:
@@ -148,11 +158,16 @@ def _near(outputs: Resized, sizes: Collection[Dim], case: Case) -> None:
             )
 
 
-def _together(outputs: Resized, sizes: Collection[Dim], case: Case) -> None:
-    """Raise Failed if two sizes act together: each of a formula's sizes must act alone."""
-    usual = {size: size.value(case.sizes) for size in sorted(sizes, key=str)}
-    for one, other in combinations(usual, 2):
-        halved: list[tuple[Dim, ...]] = [(), (one,), (other,), (one, other)]
+def _together(outputs: Resized, usual: Mapping[Size, float], columns: Collection[str], case: Case) -> None:
+    """Raise Failed if two sizes act together: each of a formula's sizes must act alone. ``usual``: the sizes
+    in the case. Column numbers count as a size, but a size that contains one of the dims ``columns`` may
+    bound them."""
+    for one, other in combinations(sorted(usual, key=str), 2):
+        if COLUMNS in (one, other) and any(
+            not isinstance(s, str) and s.names & {*columns} for s in (one, other)
+        ):
+            continue
+        halved: list[tuple[Size, ...]] = [(), (one,), (other,), (one, other)]
         four = [outputs({s: n / 2 if s in half else n for s, n in usual.items()}) for half in halved]
         if (share := max(map(_joint, *four))) > JOINT:
             raise Failed(
