@@ -51,7 +51,7 @@ def small(spec: Spec, random: Random) -> dict[str, int]:
     """Random sizes, at most a few dozen. Two thirds of the draws give static dims their sizes in one case of
     the spec, and one third gives them other sizes."""
     static = random.choice(spec.cases).sizes
-    if random.random() < 1 / 3:
+    if spec.static and random.random() < 1 / 3:
         static = {dim: 4 * random.randint(1, 16) for dim in spec.static}
     few, rows = _few(spec), row_dims(spec)
     found = {}

@@ -99,7 +99,7 @@ def verdict(spec: Spec, program: Program) -> Result:
     except ProgramError as error:
         return {"verdict": f"trace: {error.code}", "reason": error.message[:400]}
     except MISTAKES as error:  # a bug of the verifier becomes a line of the table
-        return {"verdict": "crashed", "reason": f"{type(error).__name__}: {error}"[:400]}
+        return {"verdict": "crashed", "reason": f"{type(error).__name__}: {error}"[-400:]}
     if rejected is None:
         return {"verdict": "accepted", "reason": ""}
     verdict = f"{rejected.gate}: {rejected.code}"

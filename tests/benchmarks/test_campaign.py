@@ -27,6 +27,11 @@ pytestmark = pytest.mark.slow
 # Kinds of mutants that cannot be made of every program. Each kind needs something that not every program has,
 # such as a constant, a comparison, or inputs of the same type.
 PARTIAL = {
+    "static: literal",
+    "static: other ratio",
+    "static: parabola",
+    "bump near a value",
+    "two sizes at once, smooth",
     "clamp: by a value",
     "dropped term",
     "taken twice",

@@ -175,7 +175,8 @@ class Counting:
     def __call__(self, index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
         if index in self.nodes:
             sides = _sides(self.program, index, arguments)
-            one, other = (torch.as_tensor(given, dtype=value.dtype) for _, given in sides)
+            both = (torch.as_tensor(given, dtype=value.dtype) for _, given in sides)
+            one, other = torch.broadcast_tensors(*both)  # isclose of PyTorch 2.11 does not broadcast
             differ = ~torch.isclose(one, other, rtol=ALIKE, atol=0, equal_nan=True).expand(value.shape)
             for side, (mask, _) in enumerate(sides):
                 mask = mask.expand(value.shape)
