@@ -92,9 +92,10 @@ def report(
 
 
 def _as_resources(rows: list[dict[str, Any]]) -> tuple[Resources, ...]:
-    """Each kernel's resources. Raises ValueError if there are none."""
-    if not rows:
-        raise ValueError("no kernel")
+    """Each kernel's resources; none if no tile suits the program. Raises ValueError for another form, such as
+    an object, whose keys would count as no rows if it is empty."""
+    if not isinstance(rows, list):
+        raise ValueError("not a list")
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
 
 

@@ -60,7 +60,7 @@ def test_a_cache_without_permission_is_named(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"[]", b"null", b'[1, {"a": 3}]', b'[{"kernel"', b'[{"kernel": 1}]', b"\xff\xfe\x00"],
+    [b"", b"{}", b"null", b'[1, {"a": 3}]', b'[{"kernel"', b'[{"kernel": 1}]', b"\xff\xfe\x00"],
 )
 def test_a_damaged_report_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
