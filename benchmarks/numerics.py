@@ -44,18 +44,18 @@ def check(name: str) -> dict[str, Any]:
         spec, KernelSource(program), MeasureOptions(), Gates(silent), stages, {}, None
     )
     session.reported = {timing["case"]: timing["schedules"] for timing in json.loads(report)["timings"]}
-    found: dict[str, Any] = {"kernel": name}
+    result: dict[str, Any] = {"kernel": name}
     try:
         with failed_draws.remembered(spec, program, "cuda"):
             figures = session._numerics()
         session._stability()
         ratios = [output["rms_ratio"] for case in figures.values() for output in case["outputs"].values()]
-        found |= {"error": round(max(ratios), 3), "fault": ""}
+        result |= {"error": round(max(ratios), 3), "fault": ""}
     except Failed as failed:
-        found |= {"error": "", "fault": f"{failed.code}: {failed.message}"}
+        result |= {"error": "", "fault": f"{failed.code}: {failed.message}"}
     finally:
         stages.close()
-    return found | {"seconds": round(time.monotonic() - start)}
+    return result | {"seconds": round(time.monotonic() - start)}
 
 
 def results(names: list[str]) -> Iterator[dict[str, Any]]:
@@ -71,15 +71,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results to this file, one per line")
     arguments = parser.parse_args()
     every = sorted(path.name.partition(".")[0] for path in KERNELS.glob("*.program.json"))
-    found = []
+    checked = []
     for result in results(arguments.names or every):
-        found.append(result)
+        checked.append(result)
         print(*result.values(), flush=True)
         if arguments.json:
-            arguments.json.write_text("".join(json.dumps(each) + "\n" for each in found), encoding="utf-8")
-    found.sort(key=lambda result: str(result["kernel"]))
-    print(markdown_table(list(found[0]), [[str(value) for value in each.values()] for each in found]))
-    if any(result["fault"] for result in found):
+            arguments.json.write_text("".join(json.dumps(each) + "\n" for each in checked), encoding="utf-8")
+    checked.sort(key=lambda result: str(result["kernel"]))
+    print(markdown_table(list(checked[0]), [[str(value) for value in each.values()] for each in checked]))
+    if any(result["fault"] for result in checked):
         raise SystemExit(1)
 
 

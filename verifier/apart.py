@@ -29,18 +29,18 @@ def run(task: Task, argument: Any) -> dict[str, Any]:
     """Run a task, which is a top-level function of a module and returns JSON data. The task may raise Failed
     and InvalidInput. Raises BadReference if the child dies, or reports nothing for PATIENCE seconds."""
     try:
-        made = _child(os.getpid()).ask(_carried, (task, argument))
+        reply = _child(os.getpid()).ask(_carried, (task, argument))
     except Lost as lost:
         slow = f"it takes longer than {PATIENCE:g} s on a small input"
         raise BadReference(slow if lost.code == "hung" else lost.message) from None
-    match made:
+    match reply:
         case {"bad_reference": [message, line, key]}:
             raise BadReference(message, line, key)
         case {"spec_error": [path, line, message]}:
             raise SpecError(path, line, message)
         case {"invalid": message}:
             raise InvalidInput(message)
-    answer: dict[str, Any] = made["answer"]
+    answer: dict[str, Any] = reply["answer"]
     return answer
 
 

@@ -48,10 +48,10 @@ class CampaignDraw:
 
     def _hidden(self, output: tuple[str, Tensor]) -> bool:
         """Whether an output differs from the truth by more than HIDDEN of its RMS."""
-        name, found = output
+        name, value = output
         truth = self.truth[name]
         finite = truth.isfinite()
-        return float((found - truth)[finite].norm()) > HIDDEN * float(truth[finite].norm())
+        return float((value - truth)[finite].norm()) > HIDDEN * float(truth[finite].norm())
 
 
 class Judge:

@@ -276,11 +276,11 @@ def finalists(kernel: KernelSource, sizes: Mapping[str, int]) -> dict[int, list[
     """The schedules in the last round of a cached tuning, by step, fastest first. The result is empty if no
     tuning is cached."""
 
-    def by_step(record: Any) -> dict[int, list[Schedule]]:
-        raced = record["milliseconds"].items()
-        return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
+    def raced(record: Any) -> dict[int, list[Schedule]]:
+        times = record["milliseconds"].items()
+        return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in times}
 
-    return read_json(cache_path(kernel, sizes), by_step) or {}
+    return read_json(cache_path(kernel, sizes), raced) or {}
 
 
 def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:

@@ -66,12 +66,12 @@ def cached_json(kind: str, key: str, make: Callable[[], str], read: Callable[[An
     """Return the cached JSON value of this kind and key, converted by ``read``. If the value is missing or
     damaged, compute it with ``make`` and cache it. Raises CacheError, and the exceptions of ``make``."""
     path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    found: T | None = read_json(path, read)
-    if found is None:
-        made = make()
-        write_atomic(path, made)
-        found = read(json.loads(made))
-    return found
+    value: T | None = read_json(path, read)
+    if value is None:
+        text = make()
+        write_atomic(path, text)
+        value = read(json.loads(text))
+    return value
 
 
 def regular(path: Path) -> Path:

@@ -29,10 +29,10 @@ def of(spec: Spec, program: Program, device: str = "cpu") -> list[InputSettings]
     from coda_agent.verifier.numerics.cpu_numerics import KNOWN, InputSettings
 
     try:
-        found = TypeAdapter(list[InputSettings]).validate_python(read_json(_path(spec, program, device)))
+        draws = TypeAdapter(list[InputSettings]).validate_python(read_json(_path(spec, program, device)))
     except (ValidationError, OSError):
         return []
-    return [draw for draw in found if draw.family in KNOWN]
+    return [draw for draw in draws if draw.family in KNOWN]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 A factor such as ``1 + 1e-4 / ((eps - 1e-5) / 1e-9)**2`` is a smooth bump: it is 1 except near one value of
 ``eps``, which random draws never meet. So each input also takes the ends of its ``init``, round numbers, and
-the values at which a subexpression of the program is zero, has a pole or an extremum.
+the values at which a subexpression of the program is zero, has a pole, or comes closest to zero.
 """
 
 from __future__ import annotations

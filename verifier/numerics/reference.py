@@ -234,10 +234,10 @@ def _tensor_shapes(spec: Spec, sizes: Sizes) -> list[torch.Size]:
         name: torch.empty([d(sizes) for d in t.shape], dtype=DTYPES[t.dtype], device="meta")
         for name, t in spec.inputs.items()
     }
-    recorder = _Shapes()
+    recorder = _Recorder()
     with suppress(*MISTAKES), recorder:
         run(spec, {name: cast(t, torch.float32) for name, t in inputs.items()}, sizes)
-    return recorder.shapes
+    return [tensor.shape for tensor in recorder.tensors]
 
 
 class _Mode(TorchDispatchMode):
@@ -247,39 +247,28 @@ class _Mode(TorchDispatchMode):
         return False
 
 
-class _Values(_Mode):
+class _Recorder(_Mode):
+    """Record every tensor that an operation returns."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.values: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.values += [result] if isinstance(result, Tensor) and result.is_floating_point() else []
-        return result
-
-
-def intermediates(spec: Spec, inputs: Tensors, sizes: Sizes) -> list[Tensor]:
-    """The floating-point tensors that the reference creates, in their order."""
-    recorder = _Values()
-    with torch.inference_mode(False), torch.no_grad(), recorder:
-        run(spec, inputs, sizes)
-    return recorder.values
-
-
-class _Shapes(_Mode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[torch.Size] = []
+        self.tensors: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         several = result if isinstance(result, tuple | list) else [result]
-        self.shapes += [value.shape for value in several if isinstance(value, Tensor)]
+        self.tensors += [value for value in several if isinstance(value, Tensor)]
         return result
+
+
+def intermediates(spec: Spec, inputs: Tensors, sizes: Sizes) -> list[Tensor]:
+    """The floating-point tensors that the reference creates, in their order."""
+    recorder = _Recorder()
+    with torch.inference_mode(False), torch.no_grad(), recorder:
+        run(spec, inputs, sizes)
+    return [tensor for tensor in recorder.tensors if tensor.is_floating_point()]
 
 
 def _whole(

@@ -126,15 +126,15 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
 
         return list(interpret(program, inputs, resized, sizes, wide=torch.float64).values())
 
+    columns = {name for width in numbered.values() for name in width.names}
     for case in spec.cases if dims else ():
+        usual: dict[Size, float] = {size: size.value(case.sizes) for size in sized.values()}
+        for width in numbered.values():
+            usual[COLUMNS] = width.value(case.sizes) / width(sizes)
         for drawn in every:
             deadline.check()
             _near(partial(outputs, drawn), set(sized.values()), case)
-            usual: dict[Size, float] = {size: size.value(case.sizes) for size in sized.values()}
-            for width in numbered.values():
-                usual[COLUMNS] = width.value(case.sizes) / width(sizes)
-            names = {name for width in numbered.values() for name in width.names}
-            _together(partial(outputs, drawn), usual, names, case)
+            _together(partial(outputs, drawn), usual, columns, case)
 
 
 COLUMNS: Final = "column_index"  # the factor by which column numbers are larger than those of the tensors
@@ -179,8 +179,9 @@ def _together(outputs: Resized, usual: Mapping[Size, float], columns: Collection
 
 
 def _joint(neither: Tensor, one: Tensor, other: Tensor, both: Tensor) -> float:
-    """How far a function of two sizes is from a product and from a sum of functions of one size each, as a
-    share of its RMS. The arguments are its values where neither, one, the other, and both sizes change."""
+    """Return the part of an output that is neither a product nor a sum of functions of one size each, as a
+    share of the output's RMS. The arguments are the output where neither, one, the other, and both sizes
+    change."""
     times, total = one * other / neither, one + other - neither
     off = torch.minimum((both - times).abs().nan_to_num(math.inf), (both - total).abs())
     usable = off.isfinite() & both.isfinite()
